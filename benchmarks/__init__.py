@@ -1,0 +1,1 @@
+"""Real training jobs to tune and to test with; not part of the installed package."""

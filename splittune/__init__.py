@@ -1,0 +1,52 @@
+"""splittune finds the batch split that trains fastest without running out of memory, and emits a config to train with.
+
+    from splittune import autotune
+
+    result = autotune(model, loader)
+    result.save("runs/split")
+    model = result.config.wrap(model)
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from splittune.errors import (
+    ConfigError,
+    DeviceError,
+    InvalidSplitError,
+    NoFeasibleSplitError,
+    NvmlUnavailableError,
+    SplittuneError,
+)
+from splittune.parallel import BalancedDataParallel
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.results import MicroBatch, SplitConfig, TuneResult
+from splittune.split import BatchSplit, SplitSpace
+from splittune.training import TrainingTask
+from splittune.tuner import autotune
+
+__all__ = [
+    "BalancedDataParallel",
+    "BatchSplit",
+    "ConfigError",
+    "DeviceError",
+    "InvalidSplitError",
+    "Measurement",
+    "MicroBatch",
+    "NoFeasibleSplitError",
+    "NvmlUnavailableError",
+    "Outcome",
+    "SplitConfig",
+    "SplitSpace",
+    "SplittuneError",
+    "TrainingTask",
+    "TuneResult",
+    "autotune",
+]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        return version("splittune")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,213 @@
+"""The command line: demo, tune, devices."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+from splittune.demo import DEMO_DEVICES, byte_gpt, train_under_config
+from splittune.errors import NoFeasibleSplitError, NvmlUnavailableError, SplittuneError
+from splittune.hardware import Hardware, resolve_hardware
+from splittune.hardware.nvml import Nvml
+from splittune.hardware.virtual.catalog import GPUS
+from splittune.job_file import load_task
+from splittune.progress import ConsoleReporter, SilentReporter, show_memory_plan, show_result
+from splittune.results import SplitConfig, TuneResult, save_tables
+from splittune.results.files import check_writable
+from splittune.search import Trial
+from splittune.training import TrainingTask
+from splittune.tuner import DEFAULT_MAX_TRIALS, tune
+from splittune.units import format_bytes
+
+EXIT_NO_FEASIBLE_SPLIT, EXIT_BAD_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    help="Finds the batch split that trains fastest without running out of memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for split.json, trials.csv and devices.csv.")]
+MaxTrialsOption = Annotated[int, typer.Option(min=1, help="Splits to search at most.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="For whatever is drawn at random.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+
+
+def main() -> None:
+    """Run the command line. Exit 0: done; 1: no feasible split; 2: bad usage; 130: interrupted."""
+    try:
+        app()
+    except NoFeasibleSplitError as error:
+        _fail(error, EXIT_NO_FEASIBLE_SPLIT)
+    except SplittuneError as error:
+        if error.__cause__ is not None and not isinstance(error.__cause__, SplittuneError | OSError):
+            traceback.print_exception(error.__cause__)
+        _fail(error, EXIT_BAD_USAGE)
+    except KeyboardInterrupt:
+        console.print("interrupted", style="yellow")
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@app.command("tune")
+def tune_command(
+    job: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="FUNCTION() returns a TrainingTask.")],
+    devices: Annotated[
+        str | None,
+        typer.Option(help='"cuda:1,cuda:0", or virtual GPUs: "4xV100-16GB". Default: all visible CUDA devices.'),
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="Samples behind one optimizer step. Default: the loader's batch size.")
+    ] = None,
+    out: OutOption = Path("runs/split"),
+    max_trials: MaxTrialsOption = DEFAULT_MAX_TRIALS,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds after which no further split is searched.")] = None,
+    storage: Annotated[str | None, typer.Option(help="File that keeps the trials: the search can go on later.")] = None,
+    seed: SeedOption = 0,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the fastest split for your own job, and write the config to train with."""
+    check_writable(out)
+    hardware = resolve_hardware(devices)
+    task = load_task(job)
+    if global_batch_size is not None:
+        task.global_batch_size = global_batch_size
+    result = _tune_and_save(
+        task, hardware, out, quiet=quiet, max_trials=max_trials, timeout_s=timeout_s, storage=storage, seed=seed
+    )
+    show_result(result, console)
+    console.print(f"\nWritten to {out}: split.json, trials.csv, devices.csv. To train:", highlight=False)
+    console.print(
+        f'    config = splittune.SplitConfig.load("{out / "split.json"}")\n    model = config.wrap(model)',
+        highlight=False,
+        markup=False,
+    )
+
+
+@app.command()
+def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False) -> None:
+    """Tune a small GPT on real text over four virtual GPUs, then train it under the config. No GPU needed."""
+    check_writable(out)
+    task = byte_gpt()
+    hardware = resolve_hardware(DEMO_DEVICES)
+    num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
+    console.print(
+        f"A byte-level GPT of {num_parameters:,} parameters, on the source of Python's standard library, over four "
+        "virtual GPUs.\nThe tensors, gradients and training are real, on this CPU; memory is accounted and time is "
+        "modelled.\nAnother program holds most of GPU 0, as a notebook left open does.\n",
+        highlight=False,
+    )
+    result = _tune_and_save(task, hardware, out, quiet=quiet, max_trials=16)
+    show_result(result, console)
+    console.print(f"\nWritten to {out}: split.json, trials.csv, devices.csv.\n", highlight=False)
+    config = SplitConfig.load(out / "split.json")
+    losses, peaks = train_under_config(config, hardware, on_step=None if quiet else _show_step)
+    show_memory_plan(config, peaks, console)
+    console.print(
+        f"\nThe loss fell from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps of exactly "
+        f"{config.split.global_batch_size} samples. For your own model: splittune tune FILE.py:FUNCTION",
+        highlight=False,
+    )
+
+
+@app.command()
+def devices() -> None:
+    """List this machine's GPUs as NVML sees them, and the virtual ones that can be planned with."""
+    try:
+        with Nvml() as nvml:
+            found = nvml.list_devices()
+    except NvmlUnavailableError as error:
+        console.print(f"No real GPU can be listed: {error}", highlight=False)
+        found = ()
+    if found:
+        table = Table("GPU", "UUID", "memory", "used", "held by", title="This machine (used: by all programs)")
+        for device in found:
+            held_by = "\n".join(
+                f"process {process.pid}: {'unknown' if process.used_bytes is None else format_bytes(process.used_bytes)}"
+                for process in device.processes or ()
+            )
+            memory = device.memory
+            total, used = ("unknown",) * 2 if memory is None else map(format_bytes, (memory.total_bytes, memory.used_bytes))
+            table.add_row(device.name, device.uuid, total, used, held_by or "nobody known")
+        console.print(table)
+    table = Table(
+        "name", "memory", "bandwidth GB/s", "float32 TFLOPS", "half TFLOPS", "source",
+        title='Virtual GPUs: devices="4xRTX3090", or "1xRTX3090:occupied=8GiB,3xRTX3090"',
+    )  # fmt: skip
+    for gpu in GPUS:
+        table.add_row(
+            gpu.name,
+            format_bytes(gpu.total_bytes),
+            f"{gpu.memory_bandwidth_bytes_per_s / 1e9:g}",
+            f"{gpu.fp32_flops_per_s / 1e12:g}",
+            f"{gpu.half_flops_per_s / 1e12:g}",
+            gpu.source,
+        )
+    console.print(table)
+
+
+def _tune_and_save(
+    task: TrainingTask,
+    hardware: Hardware,
+    out: Path,
+    *,
+    quiet: bool,
+    max_trials: int,
+    timeout_s: float | None = None,
+    storage: str | None = None,
+    seed: int = 0,
+) -> TuneResult:
+    """Tune and write the files; when it ends early, by Ctrl-C say, the finished trials are written all the same."""
+    observer = _KeepingReporter(SilentReporter() if quiet else ConsoleReporter(console))
+    logging.basicConfig(
+        level=logging.WARNING if quiet else logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_time=False, show_path=False)],
+        force=True,
+    )
+    try:
+        result = tune(
+            task, hardware, observer=observer, max_trials=max_trials, timeout_s=timeout_s, storage=storage, seed=seed
+        )
+    except BaseException:
+        if observer.trials:
+            save_tables(out, observer.trials, hardware.devices, is_modelled=hardware.is_modelled)
+            console.print(f"{len(observer.trials)} finished trials are kept in {out}/trials.csv", highlight=False)
+        raise
+    result.save(out)
+    return result
+
+
+class _KeepingReporter:
+    """Passes everything on, and keeps the finished trials."""
+
+    def __init__(self, reporter: ConsoleReporter | SilentReporter) -> None:
+        self.trials: list[Trial] = []
+        self.on_start = reporter.on_start
+        self.on_measure = reporter.on_measure
+        self.on_end = reporter.on_end
+        self._reporter = reporter
+
+    def on_trial(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self._reporter.on_trial(trial)
+
+
+def _show_step(step: int, loss: float) -> None:
+    if step == 1 or step % 5 == 0:
+        console.print(f"step {step:>2}  loss {loss:.3f}", highlight=False)
+
+
+def _fail(error: SplittuneError, code: int) -> None:
+    Console(stderr=True).print(f"splittune: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(code)
+

@@ -1,0 +1,123 @@
+"""The demo's job: a byte-level GPT on real text that every machine has, the source of Python's own standard library."""
+
+from __future__ import annotations
+
+import itertools
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from splittune.hardware import DeviceMemory, Hardware
+from splittune.results import SplitConfig
+from splittune.training import TrainingTask
+
+# Small cards, so that a model which trains on any CPU fills them; another program leaves 50 MiB of GPU 0.
+DEMO_DEVICES = "1xT400-4GB:occupied=3772MiB,3xT400-4GB"
+DEMO_STEPS = 30
+# Modules that every CPython ships, long and of ordinary prose and code.
+SOURCES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "difflib.py", "doctest.py", "inspect.py", "typing.py")
+NUM_BYTE_VALUES = 256
+
+
+class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of bytes from the standard library's source, each with the bytes that follow: (context,) int64 twice."""
+
+    def __init__(self, context: int) -> None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        texts = [path.read_bytes() for name in SOURCES if (path := folder / name).is_file()]
+        if not texts:
+            raise FileNotFoundError(f"none of {', '.join(SOURCES)} in {folder}: the standard library's source is needed.")
+        self._data = torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
+        self._context = context
+
+    def __len__(self) -> int:
+        return (len(self._data) - 1) // self._context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        window = self._data[index * self._context : (index + 1) * self._context + 1].long()
+        return window[:-1], window[1:]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention: (N, T, width) to the same."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.to_qkv = nn.Linear(width, 3 * width)
+        self.from_heads = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_samples, length, width = x.shape
+        qkv: Sequence[Tensor] = self.to_qkv(self.norm_attention(x)).chunk(3, dim=-1)
+        query, key, value = (t.view(num_samples, length, self.num_heads, -1).transpose(1, 2) for t in qkv)
+        heads = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.from_heads(heads.transpose(1, 2).reshape(num_samples, length, width))
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class ByteGPT(nn.Module):
+    """Predicts the next byte: (N, T) int64 to logits (N, T, 256)."""
+
+    def __init__(self, *, width: int = 128, num_layers: int = 4, num_heads: int = 4, context: int = 64) -> None:
+        super().__init__()
+        self.embed_byte = nn.Embedding(NUM_BYTE_VALUES, width)
+        self.embed_position = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
+        self.norm = nn.LayerNorm(width)
+        self.to_logits = nn.Linear(width, NUM_BYTE_VALUES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        logits: Tensor = self.to_logits(self.norm(self.blocks(self.embed_byte(tokens) + self.embed_position(positions))))
+        return logits
+
+
+def byte_gpt(
+    batch_size: int = 64, *, context: int = 64, width: int = 128, num_layers: int = 4, seed: int = 0
+) -> TrainingTask:
+    """The job of ``splittune demo``; ``splittune tune`` takes it too, as ``splittune/demo.py:byte_gpt``."""
+    torch.manual_seed(seed)
+    model = ByteGPT(width=width, num_layers=num_layers, context=context)
+    order = torch.Generator().manual_seed(seed)
+    loader = DataLoader(
+        StandardLibraryText(context), batch_size=batch_size, shuffle=True, drop_last=True, generator=order
+    )
+    return TrainingTask(model, loader)
+
+
+def train_under_config(
+    config: SplitConfig,
+    hardware: Hardware,
+    *,
+    num_steps: int = DEMO_STEPS,
+    on_step: Callable[[int, float], None] | None = None,
+) -> tuple[list[float], tuple[DeviceMemory, ...]]:
+    """Train a fresh model under `config` as a user would, with the meter running; each step's loss, and the peaks."""
+    task = byte_gpt(config.split.global_batch_size)
+    optimizer = torch.optim.AdamW(task.model.parameters())
+    losses = []
+    with hardware.metered():
+        model = config.wrap(task.model, hardware=hardware)
+        for step, batch in enumerate(itertools.islice(task.loader, num_steps), start=1):
+            total = 0.0
+            for micro in config.micro_batches(batch):
+                inputs, targets = micro.batch
+                logits = model(inputs)
+                loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(model.output_device))
+                (loss * micro.weight).backward()
+                total += loss.item() * micro.weight
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(total)
+            if on_step is not None:
+                on_step(step, total)
+        return losses, hardware.memory()

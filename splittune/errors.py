@@ -1,0 +1,37 @@
+"""The exceptions splittune raises of its own accord.
+
+    SplittuneError
+    ├── InvalidSplitError(ValueError)      a split whose arithmetic does not hold
+    ├── NoFeasibleSplitError               every split tried lacked memory
+    ├── ConfigError(ValueError)            unusable input: a job, a batch, a config file
+    └── DeviceError                        a device that is missing, repeated or unknown
+        └── NvmlUnavailableError           NVML cannot be reached
+
+The user's own exceptions are never wrapped in one of these: they pass through with their type.
+"""
+
+from __future__ import annotations
+
+
+class SplittuneError(Exception):
+    """Base of everything splittune raises of its own accord."""
+
+
+class InvalidSplitError(SplittuneError, ValueError):
+    """A split breaks the arithmetic; the message shows the sum that fails."""
+
+
+class NoFeasibleSplitError(SplittuneError):
+    """No split tried fits in memory; the message names the smallest, what it lacked, and where."""
+
+
+class ConfigError(SplittuneError, ValueError):
+    """Input that cannot be used: a job, a loader, a batch, or a config file."""
+
+
+class DeviceError(SplittuneError):
+    """A device is missing, named twice, or not known."""
+
+
+class NvmlUnavailableError(DeviceError):
+    """NVML, NVIDIA's management library, cannot be loaded or does not answer."""

@@ -1,0 +1,120 @@
+"""What the tuner asks of hardware: its devices, their memory, a clock, and a wrapper for a split."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from splittune.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn, optim
+
+    from splittune.parallel import BalancedDataParallel
+    from splittune.split import BatchSplit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device a split may use. `index` counts the devices of this job (0 is 'GPU 0'), not torch's or NVML's."""
+
+    index: int
+    name: str
+    torch_device: str
+    """Where its tensors really live, ``"cuda:1"`` say; ``"cpu"`` for every virtual GPU."""
+    total_bytes: int
+    uuid: str | None = None
+    """``"GPU-..."``, as NVML spells it; None where unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """The memory of one device over one trial, all in bytes.
+
+    Example: 24 GiB in all, 1 GiB outside, 20 GiB peak reserved leaves ``headroom_bytes`` of 3 GiB.
+    """
+
+    device: int
+    """Index within the job: 0 is 'GPU 0'."""
+    total_bytes: int
+    outside_bytes: int
+    """Held by others than this process's allocator: other programs, the CUDA context, libraries."""
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    micro_step_peak_bytes: int | None = None
+    """Peak allocated during forward and backward alone."""
+    update_peak_bytes: int | None = None
+    """Peak allocated during the optimizer's update alone."""
+
+    def __post_init__(self) -> None:
+        for field in ("device", "total_bytes", "outside_bytes", "peak_allocated_bytes", "peak_reserved_bytes"):
+            value = getattr(self, field)
+            if value < 0:
+                raise ValueError(f"DeviceMemory.{field} is {value}: expected at least 0.")
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What was left at the peak: total - outside - peak reserved. Negative when it would not have fitted."""
+        return self.total_bytes - self.outside_bytes - self.peak_reserved_bytes
+
+    def describe_lack(self, min_headroom_bytes: int) -> str:
+        """The arithmetic of a headroom that is too small, for messages."""
+        return (
+            f"device {self.device}: {format_bytes(self.total_bytes)} in all - {format_bytes(self.outside_bytes)} held "
+            f"outside - {format_bytes(self.peak_reserved_bytes)} at the peak = {format_bytes(self.headroom_bytes)} left, "
+            f"{format_bytes(min_headroom_bytes)} demanded"
+        )
+
+
+class Hardware(Protocol):
+    """The devices a job runs on. `CudaHardware` and `VirtualHardware` are its two implementations.
+
+    The profiler drives it so: ``with metered():`` wrap the model for a split, then for each phase `reset_peaks`,
+    run, `memory`; `clock` around what is timed; `recover` after every trial.
+    """
+
+    @property
+    def devices(self) -> tuple[Device, ...]: ...
+
+    @property
+    def is_modelled(self) -> bool:
+        """True where times come from a model rather than a clock; whatever is printed must then say so."""
+        ...
+
+    @property
+    def spec(self) -> str | None:
+        """Virtual devices as ``devices=`` takes them, so that a config can make them again; None for real ones."""
+        ...
+
+    def wrap(self, model: nn.Module, split: BatchSplit) -> BalancedDataParallel:
+        """The module to train with: `model` moved to device 0 and wrapped for this split."""
+        ...
+
+    def metered(self) -> AbstractContextManager[None]:
+        """Accounting is on inside this context. A virtual wrapper trains outside it too, and counts nothing."""
+        ...
+
+    def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
+        """Have `optimizer` run as it would on these devices (undone with the snapshot of its state)."""
+        ...
+
+    def clock(self) -> float:
+        """Seconds, read once every device has finished its work."""
+        ...
+
+    def busy_s(self) -> tuple[float, ...] | None:
+        """Seconds each device has worked so far, ever growing; None where unknown."""
+        ...
+
+    def reset_peaks(self) -> None:
+        """Start the peaks anew from what is held now."""
+        ...
+
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        """Peaks since the last `reset_peaks`, with what others hold now."""
+        ...
+
+    def recover(self) -> None:
+        """Collect garbage and hand cached memory back, on every device. Call it outside any except block."""
+        ...

@@ -1,0 +1,97 @@
+"""Is this exception an out-of-memory error? The one judge."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from typing import Any
+
+import torch
+
+# Each line is one way in which torch, or a library under it, says that an allocation failed. They are searched for in
+# RuntimeErrors only. Prose that merely mentions memory must not match, so the common words are tied to their place:
+# the start of a line or the ": " behind a type name, or torch's own next words.
+_SPELLINGS = re.compile(
+    "|".join(
+        (
+            # the caching allocator; a plain RuntimeError where a wrapper such as a compiler backend rebuilt it
+            r"(?:^|: )(?:CUDA|HIP) out of memory\b",
+            r"\b(?:CUDA|HIP) out of memory\. Tried to allocate",
+            # the runtime or driver itself: context, pinned memory, expandable segments, a kernel being loaded
+            r"\b(?:CUDA|HIP)(?: driver)? error: out of memory\b",
+            r"\bTriton Error \[(?:CUDA|HIP)\]: out of memory\b",
+            # libraries that allocate for themselves. Not CUBLAS_STATUS_NOT_INITIALIZED and CUDNN_STATUS_INTERNAL_ERROR:
+            # they also follow from an index out of range, so they would hide the user's own bug.
+            r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED\b",
+            r"\bCUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED\b",
+            # what cuDNN says when no algorithm's workspace fits. \b keeps CUDNN_STATUS_NOT_SUPPORTED_SHAPE and its
+            # kin out: those are true whatever is free.
+            r"\bcuDNN error: CUDNN_STATUS_NOT_SUPPORTED\b",
+            # cuFFT's plans; torch.stft reports INTERNAL_ERROR when little is free (pytorch#119420)
+            r"\bCUFFT_(?:ALLOC_FAILED|INTERNAL_ERROR)\b",
+            # NCCL's buffers, which DataParallel's broadcast needs
+            r"\bCuda failure (?:\d+ )?'out of memory'",
+            # under MIG the allocator asks NVML for the figures of its own message, and is refused (pytorch#112377)
+            r"\bNVML_SUCCESS == r INTERNAL ASSERT FAILED\b",
+            # the host's allocator: Linux, then Windows; and a C++ allocation that torch passes on
+            r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)\b",
+            r"\bstd::bad_alloc\b",
+            # a replica's error whose type could not be rebuilt, so that only torch's heading still names it
+            r"(?:^|: )Caught OutOfMemoryError in replica \d+",
+        )
+    ),
+    re.MULTILINE,
+)
+
+# Python 3.11 brought exception groups; nothing is an instance of ().
+_EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+
+# Python's own words between two tracebacks, when the later exception was raised while the earlier was handled.
+_HANDLING = "During handling of the above exception, another exception occurred:"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for an allocation that failed, on a device or on the host.
+
+    `torch.OutOfMemoryError` and Python's `MemoryError` count by type, since numpy and the host's allocator fail on
+    the same batches; any other `RuntimeError` by the spellings above. So do an exception raised `from` one that counts
+    and a group whose every member counts: a group that holds another error as well is that error's.
+
+    An exception raised while an out-of-memory error was being handled, but not `from` it, does not count: a
+    ``ValueError`` in somebody's handler is a bug of its own, and must be seen.
+
+    Example: ``RuntimeError("CUDA error: out of memory")`` counts, ``ValueError("CUDA error: out of memory")`` does not.
+    """
+    return _counts(error, seen=set())
+
+
+def _counts(error: BaseException | None, seen: set[int]) -> bool:
+    """`seen` holds the identities already judged: causes can be tied into a ring by hand."""
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if _counts_by_itself(error, seen):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _counts_by_itself(error: BaseException, seen: set[int]) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, _EXCEPTION_GROUP):
+        return all(_counts(member, seen) for member in error.exceptions)
+    return isinstance(error, RuntimeError) and _SPELLINGS.search(_own_words(str(error))) is not None
+
+
+def _own_words(message: str) -> str:
+    """What the exception itself says.
+
+    torch passes on an exception of another thread or process as text, a whole traceback behind 'Caught X in replica 1
+    ...'. The same rules hold for that text: what was only being handled does not count, and neither do lines of source
+    (indented), which may quote anything.
+    """
+    if not message.startswith("Caught "):
+        return message
+    heading, _, _ = message.partition("\n")
+    said_last = message.rpartition(_HANDLING)[2]
+    return "\n".join((heading, *(line for line in said_last.splitlines() if not line.startswith("  "))))

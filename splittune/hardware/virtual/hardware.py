@@ -1,0 +1,218 @@
+"""VirtualHardware: GPUs that are not there, running the user's real step on the CPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from splittune.errors import DeviceError
+from splittune.hardware.base import Device, DeviceMemory
+from splittune.hardware.virtual.catalog import GpuModel
+from splittune.hardware.virtual.ledger import Ledger
+from splittune.parallel import BalancedDataParallel
+from splittune.split import BatchSplit
+from splittune.units import MIB, format_bytes
+
+# A CUDA context with lazy loading: 287,047,680 bytes, measured in torch's pull request 86509.
+CUDA_CONTEXT_BYTES = 287_047_680
+
+
+class VirtualHardware:
+    """Implements `hardware.Hardware` for GPUs of the catalog: real tensors and gradients, accounted memory, modelled time.
+
+    Inside `metered`, a ledger owns every tensor to one virtual GPU, raises `torch.OutOfMemoryError` where a GPU's memory
+    would be exceeded, and advances modelled clocks; the same inputs give the same figures. Outside, models wrapped here
+    train all the same and nothing is counted.
+
+    Args:
+        gpus: one catalog entry for each device; the first is 'GPU 0'.
+        occupied_bytes: for each device, what another program holds there. None: nothing.
+
+    Raises:
+        DeviceError: no device, or one whose memory is wholly occupied.
+    """
+
+    is_modelled = True
+
+    def __init__(self, gpus: Sequence[GpuModel], *, occupied_bytes: Sequence[int] | None = None) -> None:
+        self.gpus = tuple(gpus)
+        occupied = (0,) * len(self.gpus) if occupied_bytes is None else tuple(occupied_bytes)
+        if not self.gpus:
+            raise DeviceError('no virtual GPU: expected at least one, e.g. devices="4xRTX3090".')
+        if len(occupied) != len(self.gpus):
+            raise DeviceError(f"occupied_bytes has {len(occupied)} entries for {len(self.gpus)} devices: give one each.")
+        self.outside_bytes = tuple(held + CUDA_CONTEXT_BYTES for held in occupied)
+        for index, (gpu, outside) in enumerate(zip(self.gpus, self.outside_bytes, strict=True)):
+            if not CUDA_CONTEXT_BYTES <= outside < gpu.total_bytes:
+                raise DeviceError(
+                    f"virtual GPU {index} ({gpu.name}): {format_bytes(occupied[index])} occupied + "
+                    f"{format_bytes(CUDA_CONTEXT_BYTES)} for the CUDA context of {format_bytes(gpu.total_bytes)} leaves "
+                    "nothing. Occupy less, from 0 bytes up."
+                )
+        self.devices = tuple(
+            Device(index=index, name=gpu.name, torch_device="cpu", total_bytes=gpu.total_bytes)
+            for index, gpu in enumerate(self.gpus)
+        )
+        self._ledger: Ledger | None = None
+        self._wrapped: list[weakref.ref[nn.Module]] = []
+
+    @property
+    def spec(self) -> str:
+        """As ``devices=`` takes it: ``"1xRTX3090:occupied=512MiB,3xRTX3090"``."""
+        groups: list[str] = []
+        each = zip(self.gpus, self.outside_bytes, strict=True)
+        for (gpu, outside), group in itertools.groupby(each):
+            # str of a quotient by a power of two is exact: it reads back as the same number of bytes
+            occupied = f":occupied={(outside - CUDA_CONTEXT_BYTES) / MIB}MiB" if outside > CUDA_CONTEXT_BYTES else ""
+            groups.append(f"{len(list(group))}x{gpu.name}{occupied}")
+        return ",".join(groups)
+
+    def wrap(self, model: nn.Module, split: BatchSplit) -> BalancedDataParallel:
+        """`model`, on the CPU, wrapped for `split`; its parameters and buffers belong to virtual GPU 0."""
+        if split.num_devices != len(self.gpus):
+            raise DeviceError(f"the split {split} is for {split.num_devices} devices, and there are {len(self.gpus)}.")
+        model.to("cpu")
+        wrapper = BalancedDataParallel(
+            module=model,
+            shard_sizes=split.shard_sizes,
+            device_ids=["cpu"] * len(self.gpus),
+            link=VirtualLink(self),
+        )
+        self._wrapped = [ref for ref in self._wrapped if ref() is not None]
+        self._wrapped.append(weakref.ref(model))
+        self._place(model)
+        return wrapper
+
+    @contextmanager
+    def metered(self) -> Iterator[None]:
+        """Count inside. Clocks start at 0, and only what wrapped models hold is there at first. May be nested."""
+        if self._ledger is not None:
+            yield
+            return
+        capacities = [
+            gpu.total_bytes - outside for gpu, outside in zip(self.gpus, self.outside_bytes, strict=True)
+        ]
+        self._ledger = Ledger(self.gpus, capacities)
+        try:
+            with self._ledger:
+                for ref in self._wrapped:
+                    model = ref()
+                    if model is not None:
+                        self._place(model)
+                yield
+        finally:
+            self._ledger = None
+
+    def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
+        """Choose the multi-tensor update, as torch does by default for CUDA tensors and not for CPU ones."""
+        for group in optimizer.param_groups:
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
+
+    def clock(self) -> float:
+        """Modelled seconds since `metered` was entered, when every device has finished."""
+        return self._metering().timeline.wait_for_all()
+
+    def busy_s(self) -> tuple[float, ...]:
+        """Modelled seconds for which each device's kernels ran."""
+        return tuple(self._metering().timeline.busy_s)
+
+    def link_bytes(self) -> tuple[int, ...]:
+        """Bytes over each device's link since `metered` was entered."""
+        return tuple(self._metering().timeline.link_bytes)
+
+    def allocated_bytes(self) -> tuple[int, ...]:
+        """What each device's tensors hold now, rounded as the allocator does."""
+        ledger = self._metering()
+        ledger.free_dead()
+        return tuple(allocator.allocated_bytes for allocator in ledger.allocators)
+
+    def reset_peaks(self) -> None:
+        ledger = self._metering()
+        ledger.free_dead()
+        for allocator in ledger.allocators:
+            allocator.reset_peaks()
+
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        return tuple(
+            DeviceMemory(
+                device=index,
+                total_bytes=self.gpus[index].total_bytes,
+                outside_bytes=self.outside_bytes[index],
+                peak_allocated_bytes=allocator.peak_allocated_bytes,
+                peak_reserved_bytes=allocator.peak_reserved_bytes,
+            )
+            for index, allocator in enumerate(self._metering().allocators)
+        )
+
+    def recover(self) -> None:
+        """Collect garbage and, inside `metered`, hand the free segments back and start the peaks anew."""
+        gc.collect()
+        if self._ledger is not None:
+            self._ledger.free_dead()
+            for allocator in self._ledger.allocators:
+                allocator.hand_back()
+            self.reset_peaks()
+
+    def _place(self, model: nn.Module) -> None:
+        if self._ledger is None:
+            return
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._ledger.own(tensor, 0)
+            if tensor.grad is not None:
+                self._ledger.own(tensor.grad, 0)
+
+    def _metering(self) -> Ledger:
+        if self._ledger is None:
+            raise DeviceError("virtual GPUs are not metered here: do this inside `with hardware.metered():`.")
+        return self._ledger
+
+
+class VirtualLink:
+    """`parallel.Link` between virtual GPUs. A place is a device's index, None for the host."""
+
+    threaded = False  # a dispatch mode sees one thread; overlap is the timeline's business
+
+    def __init__(self, hardware: VirtualHardware) -> None:
+        self._hardware = hardware
+
+    def place(self, position: int) -> int:
+        return position
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        ledger = self._hardware._ledger
+        return None if ledger is None else ledger.owner_of(tensor)
+
+    def copy(self, tensor: Tensor, place: Any) -> Tensor:
+        if tensor.layout != torch.strided:
+            return tensor.clone()
+        # Strides other than these two may overlap, those of an expanded gradient say, and could not be written to.
+        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        order = torch.channels_last if channels_last else torch.contiguous_format
+        with self.on(place):
+            target = torch.empty(tensor.size(), dtype=tensor.dtype, memory_format=order)
+        return target.copy_(tensor)
+
+    def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
+        with self.on(place):
+            return torch.empty(tuple(shape), dtype=like.dtype)
+
+    def on(self, place: Any) -> AbstractContextManager[Any]:
+        ledger = self._hardware._ledger
+        return nullcontext() if ledger is None else ledger.on(place)
+
+    @contextmanager
+    def replica(self, position: int, num_replicas: int) -> Iterator[None]:
+        ledger = self._hardware._ledger
+        if ledger is None:
+            yield
+            return
+        with ledger.on(position), ledger.timeline.replica(position, num_replicas):
+            yield

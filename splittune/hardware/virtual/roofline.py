@@ -1,0 +1,51 @@
+"""Modelled time of one operation: the larger of its arithmetic and its memory traffic at the card's published peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from splittune.hardware.virtual.catalog import GpuModel
+
+_HALF = (torch.float16, torch.bfloat16)
+_aten = torch.ops.aten
+# The CPU's own attention kernels: same leading arguments, and the same count, as the CUDA ones they stand for.
+_SAME_FLOPS_AS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (_aten._scaled_dot_product_flash_attention, 3),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
+        _aten._scaled_dot_product_flash_attention_backward,
+        4,
+    ),
+}
+
+
+def kernel_time_s(func: Any, args: Sequence[Any], kwargs: dict[str, Any], touched: Sequence[Tensor],
+                  out: Any, gpu: GpuModel) -> float:  # fmt: skip
+    """Seconds for one operation on `gpu`, modelled: max(FLOPs / peak, bytes of `touched` / bandwidth).
+
+    FLOPs are torch's own count (torch.utils.flop_counter: matrix products, convolutions, attention); every other
+    operation is bound by its bytes. Half-precision inputs use the half-precision peak. Worked: a 1024 x 1024 matrix
+    product in float32 is 2.1e9 FLOPs; at 35.6e12 FLOP/s that is 60 us, and its 12.6 MB at 936e9 B/s would be 13 us.
+    """
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in touched)
+    flops = count_flops(func, args, kwargs, out)
+    if not flops:
+        return num_bytes / gpu.memory_bandwidth_bytes_per_s
+    is_half = any(tensor.dtype in _HALF for tensor in touched)
+    peak = gpu.half_flops_per_s if is_half else gpu.fp32_flops_per_s
+    return max(flops / peak, num_bytes / gpu.memory_bandwidth_bytes_per_s)
+
+
+def count_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of one call, 0 where torch has no formula for it."""
+    alias = _SAME_FLOPS_AS.get(func._schema.name)
+    if alias is not None:
+        packet, num_args = alias
+        return int(flop_registry[packet](*args[:num_args], out_val=out))
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+

@@ -1,0 +1,6 @@
+"""Training on several devices with a share of the batch for each."""
+
+from splittune.parallel.balanced import BalancedDataParallel
+from splittune.parallel.link import Link, TorchLink
+
+__all__ = ["BalancedDataParallel", "Link", "TorchLink"]

@@ -1,0 +1,322 @@
+"""Trees of tensors as models take and give them: walked, rebuilt, zipped, and cut along the batch.
+
+Containers are tuples, lists, named tuples, mappings and dataclass instances, nested at will. Everything else is a
+leaf: tensors, numbers, strings, None, ``torch.Size``, arrays, sets. A path names a place in a tree as Python would
+reach it: ``"['input_ids']"``, ``"[0].mask"``, and ``""`` for a tree that is itself a leaf.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from splittune.errors import ConfigError
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """`tree` with `function` applied to every tensor; the containers are new, of the types they were.
+
+    Named tuples, dict order, ``OrderedDict``, ``defaultdict`` and the like are kept. Leaves other than tensors are
+    returned as they are. A dataclass (frozen, with slots, or an ``OrderedDict`` at the same time) is rebuilt field by
+    field without calling its ``__init__``: attributes that are no fields are carried over, cached properties are not.
+
+    Example: ``map_tensors(len, {"x": torch.zeros(3, 2), "n": 7})`` gives ``{"x": 3, "n": 7}``.
+
+    Raises:
+        TypeError: a mapping that is neither a dict nor a ``UserDict`` and cannot be built from a dict.
+    """
+    return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def leaves_of(tree: Any) -> list[tuple[str, Any]]:
+    """Every leaf with its path, in order: ``{"a": (1, None)}`` gives ``[("['a'][0]", 1), ("['a'][1]", None)]``."""
+    leaves: list[tuple[str, Any]] = []
+    _collect(tree, "", leaves)
+    return leaves
+
+
+def tensors_of(tree: Any) -> list[tuple[str, Tensor]]:
+    """Every tensor with its path, in order: ``[ids, "a"]`` gives ``[("[0]", ids)]``."""
+    return [(path, leaf) for path, leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
+def zip_map(function: Callable[[str, list[Any]], Any], trees: Sequence[Any]) -> Any:
+    """One tree built from several of the same structure: each leaf is ``function(path, [leaf of each tree])``.
+
+    Mappings are matched by key, whatever their order; the result has the first tree's containers. What the leaves are
+    is `function`'s business: only containers are compared here.
+
+    Example: ``zip_map(lambda path, leaves: sum(leaves), [{"a": 1}, {"a": 2}])`` gives ``{"a": 3}``.
+
+    Raises:
+        TypeError: the trees differ in structure; the message names the path and both structures.
+        ValueError: there is no tree.
+    """
+    if not trees:
+        raise ValueError("zip_map got no tree: expected at least one.")
+    return _zip(function, list(trees), "")
+
+
+def batch_size_of(tree: Any, dim: int = 0) -> int:
+    """The one size along `dim` that all tensors having that dimension share.
+
+    Tensors of fewer dimensions, such as 0-dim ones, belong to no sample and are left out.
+    Example: ``{"x": torch.zeros(8, 3), "scale": torch.tensor(2.0)}`` gives 8.
+
+    Raises:
+        ConfigError: no tensor has the dimension, or their sizes differ; the message lists every path with its size.
+    """
+    tensors = tensors_of(tree)
+    sizes = {path: tensor.size(dim) for path, tensor in tensors if _has_dim(tensor, dim)}
+    if not sizes:
+        got = (
+            f"tensors with no dimension {dim}: {', '.join(f'{_name(p)} of shape {tuple(t.shape)}' for p, t in tensors)}"
+            if tensors
+            else f"no tensor in {type(tree).__name__}"
+        )
+        raise ConfigError(
+            f"a batch with no tensor to count samples by: got {got}. Expected at least one tensor whose dimension "
+            f"{dim} is the batch. Give the samples as tensors (torch.as_tensor converts arrays and lists of numbers)."
+        )
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{_name(path)} has {size}" for path, size in sizes.items())
+        raise ConfigError(
+            f"tensors whose size along dimension {dim} differs: {listed}. Expected one size, the number of samples, "
+            "for inputs and targets alike. Give every tensor one entry a sample; what all samples share, pass as a "
+            "0-dim tensor or keep inside the model."
+        )
+    return next(iter(sizes.values()))
+
+
+def slice_batch(tree: Any, start: int, stop: int, dim: int = 0, batch_size: int | None = None) -> Any:
+    """Samples `start` to `stop` (exclusive) of a batch of `batch_size`, nested as the batch is.
+
+    - A tensor whose size along `dim` is `batch_size` is narrowed: a view, nothing is copied.
+    - A tensor without that dimension (0-dim, say) passes as it is: all samples share it.
+    - A list or tuple of one plain leaf a sample is sliced as well: its length is `batch_size`, above 1, and none of
+      its elements is a tensor or a container (strings, numbers, None, paths). A named tuple never is.
+    - Every other leaf passes as it is.
+
+    `batch_size` None means ``batch_size_of(tree, dim)``.
+    Example: ``slice_batch((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)`` gives ``(tensor([1, 2]), ["b", "c"])``.
+
+    Raises:
+        ConfigError: a tensor has another size along `dim`; the message names its path.
+        ValueError: not ``0 <= start <= stop <= batch_size``.
+    """
+    size = batch_size_of(tree, dim) if batch_size is None else batch_size
+    if not 0 <= start <= stop <= size:
+        raise ValueError(f"samples {start} to {stop} of a batch of {size}: expected 0 <= start <= stop <= {size}.")
+    pick = _Pick(
+        tensor=lambda tensor: tensor.narrow(dim, start, stop - start),
+        sequence=lambda sequence: list(sequence[start:stop]),
+    )
+    return _cut(tree, pick, dim, size, "")
+
+
+def select_batch(tree: Any, indices: Tensor, dim: int = 0, batch_size: int | None = None) -> Any:
+    """The samples at `indices` (1-dim, int64), in that order and repeated as often as they are; else as `slice_batch`.
+
+    Example: ``select_batch((torch.arange(2), ["a", "b"]), torch.tensor([0, 1, 0]))`` gives
+    ``(tensor([0, 1, 0]), ["a", "b", "a"])``.
+
+    Raises:
+        ConfigError: a tensor has another size along `dim`; the message names its path.
+    """
+    size = batch_size_of(tree, dim) if batch_size is None else batch_size
+    chosen = indices.tolist()
+    pick = _Pick(
+        tensor=lambda tensor: tensor.index_select(dim, indices.to(tensor.device)),
+        sequence=lambda sequence: [sequence[index] for index in chosen],
+    )
+    return _cut(tree, pick, dim, size, "")
+
+
+class _Pick(NamedTuple):
+    """How samples are picked from a tensor, and from a sequence of one leaf a sample."""
+
+    tensor: Callable[[Tensor], Tensor]
+    sequence: Callable[[Sequence[Any]], list[Any]]
+
+
+def _cut(tree: Any, pick: _Pick, dim: int, batch_size: int, path: str) -> Any:
+    if isinstance(tree, Tensor):
+        if not _has_dim(tree, dim):
+            return tree
+        if tree.size(dim) != batch_size:
+            raise ConfigError(
+                f"{_name(path)} has size {tree.size(dim)} along dimension {dim} (shape {tuple(tree.shape)}): expected "
+                f"{batch_size}, the samples of the batch. Give it one entry a sample; what all samples share, pass as a "
+                "0-dim tensor or keep inside the model."
+            )
+        return pick.tensor(tree)
+    children = _children(tree)
+    if children is None:
+        return tree
+    if _is_one_leaf_a_sample(tree, batch_size):
+        return _rebuild(tree, pick.sequence(tree))
+    return _rebuild(tree, [_cut(child, pick, dim, batch_size, path + step) for step, child in children], path)
+
+
+def _is_one_leaf_a_sample(tree: Any, batch_size: int) -> bool:
+    if not isinstance(tree, list | tuple) or _is_record(tree):
+        return False
+    return 1 < batch_size == len(tree) and not any(
+        isinstance(element, Tensor | torch.Size) or _children(element) is not None for element in tree
+    )
+
+
+def _map(function: Callable[[Any], Any], tree: Any, path: str = "") -> Any:
+    children = _children(tree)
+    if children is None:
+        return function(tree)
+    return _rebuild(tree, [_map(function, child, path + step) for step, child in children], path)
+
+
+def _collect(tree: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
+    children = _children(tree)
+    if children is None:
+        leaves.append((path, tree))
+        return
+    for step, child in children:
+        _collect(child, path + step, leaves)
+
+
+def _zip(function: Callable[[str, list[Any]], Any], trees: list[Any], path: str) -> Any:
+    first = trees[0]
+    expected = _children(first)
+    steps = [] if expected is None else [step for step, _ in expected]
+    rows: list[list[Any]] = []
+    for index, tree in enumerate(trees):
+        children = _children(tree)
+        if (children is None) != (expected is None) or (children is not None and type(tree) is not type(first)):
+            raise _mismatch(path, index, type(first).__name__, type(tree).__name__)
+        if children is None:
+            continue
+        own_steps = [step for step, _ in children]
+        if sorted(own_steps) != sorted(steps):
+            raise _mismatch(path, index, _describe(first, steps), _describe(tree, own_steps))
+        # another order of the same steps is a mapping's, and is matched by key
+        ordered = children if own_steps == steps else sorted(children, key=lambda pair: steps.index(pair[0]))
+        rows.append([child for _, child in ordered])
+    if expected is None:
+        return function(path, trees)
+    return _rebuild(
+        first, [_zip(function, list(column), path + step) for step, *column in zip(steps, *rows, strict=True)], path
+    )
+
+
+def _mismatch(path: str, index: int, expected: str, got: str) -> TypeError:
+    where = f"at {path}" if path else "at the top"
+    return TypeError(
+        f"structures differ {where}: tree 0 has {expected}, tree {index} has {got}. "
+        "Expected the same containers with the same keys and lengths in all of them."
+    )
+
+
+def _describe(tree: Any, steps: list[str]) -> str:
+    if isinstance(tree, list | tuple):
+        return f"{type(tree).__name__} of length {len(steps)}"
+    return f"{type(tree).__name__} with {', '.join(steps) or 'nothing'}"
+
+
+def _name(path: str) -> str:
+    return path or "the tensor"
+
+
+def _has_dim(tensor: Tensor, dim: int) -> bool:
+    return -tensor.dim() <= dim < tensor.dim()
+
+
+def _is_record(tree: Any) -> bool:
+    """A tuple whose positions have names: a named tuple, or a C one such as ``torch.return_types.max``."""
+    return hasattr(tree, "_fields") or hasattr(tree, "n_sequence_fields")
+
+
+def _field_names(tree: Any) -> list[str]:
+    """The fields that are set of a dataclass instance; none for anything else."""
+    if not is_dataclass(tree) or isinstance(tree, type):
+        return []
+    return [field.name for field in fields(tree) if hasattr(tree, field.name)]
+
+
+def _children(tree: Any) -> list[tuple[str, Any]] | None:
+    """What a container holds, each with its step of the path; None for a leaf."""
+    if isinstance(tree, Tensor | torch.Size | str | bytes):
+        return None
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f".{name}", child) for name, child in zip(tree._fields, tree, strict=True)]
+    if isinstance(tree, list | tuple):
+        return [(f"[{index}]", child) for index, child in enumerate(tree)]
+    if is_dataclass(tree) and not isinstance(tree, type | dict):
+        return [(f".{name}", getattr(tree, name)) for name in _field_names(tree)]
+    if isinstance(tree, Mapping):
+        # A dataclass that is a dict too (a model's output) may have fields that are no items: None, mostly.
+        beyond = [(f".{name}", getattr(tree, name)) for name in _field_names(tree) if name not in tree]
+        return [(f"[{key!r}]", child) for key, child in tree.items()] + beyond
+    return None
+
+
+def _rebuild(tree: Any, children: list[Any], path: str = "") -> Any:
+    """A container like `tree` that holds `children`, given in the order of `_children`."""
+    cls = type(tree)
+    if cls in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "n_sequence_fields")):
+        return cls(children)
+    if isinstance(tree, tuple):  # not cls(...): a named tuple's and a subclass's constructor takes what it likes
+        return _with_attributes_of(tree, tuple.__new__(cls, children))
+    if isinstance(tree, list):
+        rebuilt = _with_attributes_of(tree, list.__new__(cls))
+        list.extend(rebuilt, children)
+        return rebuilt
+    if is_dataclass(tree) and not isinstance(tree, dict):
+        return _with_fields(
+            _with_attributes_of(tree, object.__new__(cls)), dict(zip(_field_names(tree), children, strict=True))
+        )
+    return _rebuild_mapping(tree, children, path)
+
+
+def _rebuild_mapping(tree: Any, children: list[Any], path: str) -> Any:
+    cls: Any = type(tree)
+    items = dict(zip(tree, children, strict=False))
+    if cls is dict:
+        return items
+    if isinstance(tree, dict | UserDict):
+        rebuilt = _with_attributes_of(tree, cls.__new__(cls))  # not cls(): it may demand arguments
+        if isinstance(tree, UserDict):
+            rebuilt.data = {}
+        if isinstance(tree, defaultdict):
+            rebuilt.default_factory = tree.default_factory
+        for key, child in items.items():
+            rebuilt[key] = child
+        names = _field_names(tree)
+        beyond = dict(zip([name for name in names if name not in tree], children[len(items) :], strict=True))
+        return _with_fields(rebuilt, beyond | {name: items[name] for name in names if name in items})
+    # Copying and assigning would be wrong here: a shallow copy may share its storage with the user's mapping.
+    try:
+        return cls(items)
+    except TypeError as error:
+        where = f" at {path}" if path else ""
+        raise TypeError(
+            f"cannot rebuild the {cls.__name__}{where}: {cls.__name__}(dict) raised {error}. Expected a "
+            "dict, a subclass of dict or UserDict, or a mapping that is built from one. Pass a dict instead."
+        ) from error
+
+
+def _with_attributes_of(tree: Any, rebuilt: Any) -> Any:
+    """`rebuilt` with the instance attributes of `tree`, cached properties aside: they describe the old contents."""
+    for name, value in getattr(tree, "__dict__", {}).items():
+        if not isinstance(getattr(type(tree), name, None), cached_property):
+            rebuilt.__dict__[name] = value
+    return rebuilt
+
+
+def _with_fields(rebuilt: Any, values: dict[str, Any]) -> Any:
+    for name, value in values.items():
+        object.__setattr__(rebuilt, name, value)  # frozen dataclasses refuse the ordinary assignment
+    return rebuilt

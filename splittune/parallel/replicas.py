@@ -1,0 +1,170 @@
+"""Copies of a module on other devices, and running them all at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from splittune.parallel.link import Link
+from splittune.parallel.transfer import broadcast, copy_to_each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCall:
+    """One replica's part of a forward pass."""
+
+    position: int
+    """Which of the wrapper's devices it runs on."""
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shard_size: int
+    where: str
+    """For messages: ``"replica 1 on device cuda:1, a shard of 3 samples"``."""
+
+
+def replicate(module: nn.Module, link: Link, positions: Sequence[int]) -> list[nn.Module]:
+    """One replica of `module` on each of `positions`, parameters and buffers copied there.
+
+    The module trees are rebuilt as torch's own replication does, through the hook that modules may override
+    (``nn.RNN`` does). Two differences: a replica's parameters are in its ``parameters()`` as well, which torch's
+    leave empty, and gradients are added up by `transfer.broadcast`. A replica's parameters are not leaves.
+    """
+    if not positions:
+        return []
+    parameters = _unique(module.parameters())
+    buffers = _unique(module.buffers())
+    learning = [buffer for buffer in buffers if buffer.requires_grad]
+    fixed = [buffer for buffer in buffers if not buffer.requires_grad]
+    moved = broadcast([*parameters, *learning], link, positions)
+    fixed_copies = copy_to_each(fixed, link, positions)
+    originals = [*parameters, *learning, *fixed]
+    return [
+        _rebuild(module, {id(tensor): copy for tensor, copy in zip(originals, [*a, *b], strict=True)})
+        for a, b in zip(moved, fixed_copies, strict=True)
+    ]
+
+
+def _unique(tensors: Any) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
+    """The module tree anew, around the copied tensors. Modules and tensors that are shared stay shared."""
+    modules = list(root.modules())
+    replicas = {id(module): _bare_replica(module) for module in modules}
+    for module in modules:
+        replica = replicas[id(module)]
+        for name, child in module._modules.items():
+            replica._modules[name] = None if child is None else replicas[id(child)]
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                copy = copies[id(parameter)]
+                setattr(replica, name, copy)  # as torch does: nn.RNN keeps its list of weights up to date so
+                replica._parameters[name] = copy  # type: ignore[assignment]  # and parameters() is not empty
+            else:
+                replica._parameters[name] = None
+        for name, buffer in module._buffers.items():
+            replica._buffers[name] = None if buffer is None else copies[id(buffer)]
+    return replicas[id(root)]
+
+
+def _bare_replica(module: nn.Module) -> nn.Module:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{type(module).__name__} is a TorchScript module, which cannot be replicated. "
+            "Wrap the nn.Module it was scripted from."
+        )
+    # Private, and the very hook that torch's replicate() calls: subclasses override it. tests/parallel checks it.
+    replica: nn.Module = module._replicate_for_data_parallel()
+    return replica
+
+
+def keep_buffer_updates(module: nn.Module, replica: nn.Module) -> None:
+    """Copy what a replica's forward did to its buffers (BatchNorm's running statistics) into the module's own.
+
+    Needed when no replica runs on the module's own device; otherwise those on the module's device count, as in
+    nn.DataParallel.
+    """
+    with torch.no_grad():
+        for original, copied in zip(module.modules(), replica.modules(), strict=True):
+            for name, buffer in original._buffers.items():
+                updated = copied._buffers.get(name)
+                if buffer is not None and updated is not None and updated.shape == buffer.shape:
+                    buffer.copy_(updated)
+
+
+def run_replicas(calls: Sequence[ReplicaCall], link: Link) -> list[Any]:
+    """Every replica's output, in order: in a thread each where the link says so, else one after another.
+
+    Grad mode, inference mode and autocast (its dtype as well) are the caller's in every thread. If replicas fail,
+    the first one's exception is raised: the object itself, with the replica named in its message or its notes.
+    """
+    if not link.threaded or len(calls) == 1:
+        return [_run(call, link, len(calls)) for call in calls]
+    outputs: list[Any] = [None] * len(calls)
+    errors: list[BaseException | None] = [None] * len(calls)
+    enter_caller_state = _caller_state()
+
+    def work(index: int) -> None:
+        try:
+            with enter_caller_state():
+                outputs[index] = _run(calls[index], link, len(calls))
+        except BaseException as error:  # whatever it is, it belongs to the calling thread, which raises it
+            errors[index] = error
+
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first = next((error for error in errors if error is not None), None)
+    try:
+        if first is not None:
+            raise first
+    finally:
+        del first, errors  # a frame that keeps its own exception keeps every tensor of the failed replicas
+    return outputs
+
+
+def _run(call: ReplicaCall, link: Link, num_replicas: int) -> Any:
+    try:
+        with link.replica(call.position, num_replicas):
+            return call.module(*call.args, **call.kwargs)
+    except Exception as error:
+        _say_where(error, call.where)
+        raise
+
+
+def _say_where(error: Exception, where: str) -> None:
+    """Name the replica in the exception's message where that is plain text, else in its notes (Python 3.11+)."""
+    if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, LookupError):
+        error.args = (f"{error.args[0]} (in {where})",)
+    elif hasattr(error, "add_note"):
+        error.add_note(f"in {where}")
+
+
+def _caller_state() -> Callable[[], ExitStack]:
+    """What a new thread must switch on to compute as the calling thread does."""
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    cache = torch.is_autocast_cache_enabled()
+    autocasts = [
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)
+    ]
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind, dtype in autocasts:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        return stack
+
+    return enter

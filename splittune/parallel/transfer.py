@@ -1,0 +1,150 @@
+"""Differentiable transfers: send, broadcast and gather, whose backward passes copy or add the gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splittune.parallel.link import Link, buckets_of, flatten, unflatten
+
+
+def send(tensor: Tensor, link: Link, place: Any) -> Tensor:
+    """`tensor` at `place`: itself if it lives there, else a copy whose gradient is copied back."""
+    if link.place_of(tensor) == place:
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Send.apply(link, place, tensor)  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return link.copy(tensor, place)
+
+
+def gather(chunks: Sequence[Tensor], link: Link, place: Any, dim: int) -> Tensor:
+    """The chunks joined along `dim` at `place`, written straight into the result: no second copy is held there."""
+    if len(chunks) == 1:
+        return send(chunks[0], link, place)
+    return _Gather.apply(link, place, dim, *chunks)  # type: ignore[no-any-return]
+
+
+def broadcast(tensors: Sequence[Tensor], link: Link, positions: Sequence[int]) -> list[list[Tensor]]:
+    """Copies of all `tensors` on the devices at `positions`; ``result[i][j]`` is tensor j on device positions[i].
+
+    All gradients pass through one autograd node. It runs once every replica's gradients are there, and adds them up
+    where the tensors live. A tensor that no replica used gets no gradient at all, as on one device.
+    """
+    if not tensors:
+        return [[] for _ in positions]
+    copies: tuple[Tensor, ...] = _Broadcast.apply(link, tuple(positions), *tensors)
+    return [list(copies[start : start + len(tensors)]) for start in range(0, len(copies), len(tensors))]
+
+
+def copy_to_each(tensors: Sequence[Tensor], link: Link, positions: Sequence[int]) -> list[list[Tensor]]:
+    """Like `broadcast`, but nothing is recorded: for buffers. Travels in coalesced buckets."""
+    copies: list[list[Any]] = [[None] * len(tensors) for _ in positions]
+    with torch.no_grad():
+        for bucket in buckets_of(tensors):
+            members = [tensors[index] for index in bucket]
+            with link.on(link.place_of(members[0])):
+                flat = flatten(members)
+            for device_copies, position in zip(copies, positions, strict=True):
+                for index, part in zip(bucket, unflatten(link.copy(flat, link.place(position)), members), strict=True):
+                    device_copies[index] = part
+    return copies
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Link, place: Any, tensor: Tensor) -> Tensor:
+        ctx.link, ctx.source = link, link.place_of(tensor)
+        return link.copy(tensor, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, _Send.apply(ctx.link, ctx.source, grads[0])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Link, place: Any, dim: int, *chunks: Tensor) -> Tensor:
+        ctx.link, ctx.dim = link, dim
+        ctx.sources = [link.place_of(chunk) for chunk in chunks]
+        ctx.sizes = [chunk.size(dim) for chunk in chunks]
+        shape = list(chunks[0].shape)
+        shape[dim] = sum(ctx.sizes)
+        joined = link.empty(shape, chunks[0], place)
+        for part, chunk in zip(joined.split(ctx.sizes, dim), chunks, strict=True):
+            part.copy_(chunk, non_blocking=True)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        parts = grads[0].split(ctx.sizes, ctx.dim)
+        wanted = ctx.needs_input_grad[3:]
+        sent = [
+            _Send.apply(ctx.link, source, part) if want else None
+            for source, part, want in zip(ctx.sources, parts, wanted, strict=True)
+        ]
+        return None, None, None, *sent
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: Link, positions: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.link, ctx.positions = link, positions
+        ctx.sources = [link.place_of(tensor) for tensor in tensors]
+        ctx.set_materialize_grads(False)
+        copies = [copy for on_device in copy_to_each(tensors, link, positions) for copy in on_device]
+        ctx.mark_non_differentiable(
+            *(copy for index, copy in enumerate(copies) if not tensors[index % len(tensors)].requires_grad)
+        )
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        count = len(ctx.sources)
+        per_device = [list(grads[start : start + count]) for start in range(0, len(grads), count)]
+        del grads
+        if torch.is_grad_enabled():  # create_graph=True: the sum must be differentiable itself
+            return None, None, *_add_up_differentiably(per_device, ctx.link, ctx.sources)
+        return None, None, *_add_up(per_device, ctx.link, ctx.positions, ctx.sources)
+
+
+def _add_up(
+    per_device: list[list[Tensor | None]], link: Link, positions: Sequence[int], sources: Sequence[Any]
+) -> list[Tensor | None]:
+    """The sum over devices of each tensor's gradients, where the tensor lives, in coalesced buckets.
+
+    `per_device` is emptied on the way: a device's gradients are freed as soon as they have been sent.
+    """
+    totals: list[Tensor | None] = [None] * len(sources)
+    for grads, position in zip(per_device, positions, strict=True):
+        present = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+        grads.clear()
+        for bucket in buckets_of([grad for _, grad in present]):
+            indices = [present[member][0] for member in bucket]
+            members = [present[member][1] for member in bucket]
+            with link.on(link.place(position)):
+                flat = flatten(members)
+            arrived = unflatten(link.copy(flat, sources[indices[0]]), members)
+            del flat
+            for index, grad in zip(indices, arrived, strict=True):
+                total = totals[index]
+                if total is None:
+                    totals[index] = grad
+                elif total.layout == grad.layout == torch.strided:
+                    totals[index] = total.add_(grad)
+                else:  # sparse gradients, of an embedding say
+                    totals[index] = total + grad
+    return totals
+
+
+def _add_up_differentiably(
+    per_device: list[list[Tensor | None]], link: Link, sources: Sequence[Any]
+) -> list[Tensor | None]:
+    totals: list[Tensor | None] = []
+    for source, *grads in zip(sources, *per_device, strict=True):
+        sent = [_Send.apply(link, source, grad) for grad in grads if grad is not None]
+        totals.append(sum(sent[1:], sent[0]) if sent else None)
+    return totals

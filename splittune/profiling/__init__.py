@@ -1,0 +1,1 @@
+"""Trials: what is measured of a split, and how."""

@@ -1,0 +1,128 @@
+"""What one trial measured: plain data, raw samples kept, statistics derived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from statistics import median, quantiles
+from typing import Any
+
+from splittune.hardware.base import DeviceMemory
+from splittune.split import BatchSplit
+
+NOISY_RELATIVE_IQR = 0.05
+
+
+class Outcome(str, Enum):
+    """How a trial ended. Anything else, the user's own bug say, is no outcome: it propagates."""
+
+    OK = "ok"
+    OUT_OF_MEMORY = "out_of_memory"
+    NO_HEADROOM = "no_headroom"
+    CRASHED = "crashed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One measured split.
+
+    `micro_step_times_s` are forward and backward of one micro-batch of the largest size, `update_times_s` the
+    optimizer's update, `whole_step_times_s` complete optimizer steps where those were run. A trial that is `OK`
+    really ran: without times it is refused. One that ran out of memory or crashed has none, and its statistics are
+    None; one that lacks headroom ran, and keeps its times.
+
+    Worked: 4 accumulation steps, micro-steps of 0.10 s and updates of 0.02 s give ``step_time_s == 0.42``, and with
+    64 samples a ``throughput`` of 152.4 samples/s.
+    """
+
+    split: BatchSplit
+    outcome: Outcome
+    micro_step_times_s: tuple[float, ...] = ()
+    update_times_s: tuple[float, ...] = ()
+    whole_step_times_s: tuple[float, ...] = ()
+    memory: tuple[DeviceMemory, ...] = ()
+    device_busy_s: tuple[float, ...] | None = None
+    """Median seconds of a micro-step in which device i worked; None where unknown."""
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        times = (*self.micro_step_times_s, *self.update_times_s, *self.whole_step_times_s)
+        if any(not time > 0 for time in times):
+            raise ValueError(f"a measured time is not above 0: {times}. A step that did not run is not measured.")
+        ran = bool(self.micro_step_times_s and self.update_times_s) or bool(self.whole_step_times_s)
+        if self.outcome in (Outcome.OK, Outcome.NO_HEADROOM) and not ran:
+            raise ValueError(f"outcome {self.outcome.value} without a measured step: a trial counts only if it ran.")
+        if self.outcome in (Outcome.OUT_OF_MEMORY, Outcome.CRASHED) and times:
+            raise ValueError(f"outcome {self.outcome.value} with times {times}: a failed trial has none.")
+        if self.memory and len(self.memory) != self.split.num_devices:
+            raise ValueError(f"{len(self.memory)} memory readings for a split over {self.split.num_devices} devices.")
+
+    @property
+    def micro_step_time_s(self) -> float | None:
+        """Median of the micro-steps."""
+        return median(self.micro_step_times_s) if self.micro_step_times_s else None
+
+    @property
+    def update_time_s(self) -> float | None:
+        """Median of the updates."""
+        return median(self.update_times_s) if self.update_times_s else None
+
+    @property
+    def step_time_s(self) -> float | None:
+        """One optimizer step: the median whole step where those ran, else k x median micro-step + median update."""
+        if self.whole_step_times_s:
+            return median(self.whole_step_times_s)
+        if self.micro_step_time_s is None or self.update_time_s is None:
+            return None
+        return self.split.accumulation_steps * self.micro_step_time_s + self.update_time_s
+
+    @property
+    def throughput(self) -> float | None:
+        """Samples per second: the global batch over `step_time_s`."""
+        return None if self.step_time_s is None else self.split.global_batch_size / self.step_time_s
+
+    @property
+    def is_noisy(self) -> bool:
+        """True when the interquartile range of the main times exceeds 5 % of their median (three or more samples)."""
+        times = self.whole_step_times_s or self.micro_step_times_s
+        if len(times) < 3:
+            return False
+        lower, _, upper = quantiles(times, n=4, method="inclusive")
+        return (upper - lower) > NOISY_RELATIVE_IQR * median(times)
+
+    def lacks_headroom(self, min_headroom_bytes: int | Sequence[int]) -> tuple[DeviceMemory, int] | None:
+        """The device furthest below its demanded headroom and that demand; None when every device keeps it."""
+        demands = (
+            [min_headroom_bytes] * len(self.memory) if isinstance(min_headroom_bytes, int) else min_headroom_bytes
+        )
+        if self.memory and len(demands) != len(self.memory):
+            raise ValueError(f"{len(demands)} headroom demands for {len(self.memory)} devices: give one for each.")
+        lacking = [(m, d) for m, d in zip(self.memory, demands, strict=False) if m.headroom_bytes < d]
+        return min(lacking, key=lambda pair: pair[0].headroom_bytes - pair[1], default=None)
+
+    def judged(self, min_headroom_bytes: int | Sequence[int]) -> Measurement:
+        """This measurement with outcome `NO_HEADROOM` where it is `OK` but a device kept too little."""
+        lacking = self.lacks_headroom(min_headroom_bytes) if self.outcome is Outcome.OK else None
+        if lacking is None:
+            return self
+        memory, demand = lacking
+        return replace(self, outcome=Outcome.NO_HEADROOM, message=memory.describe_lack(demand))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` reads them back equal."""
+        return asdict(self) | {"outcome": self.outcome.value}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
+        busy = data["device_busy_s"]
+        return cls(
+            split=BatchSplit(**data["split"]),
+            outcome=Outcome(data["outcome"]),
+            micro_step_times_s=tuple(data["micro_step_times_s"]),
+            update_times_s=tuple(data["update_times_s"]),
+            whole_step_times_s=tuple(data["whole_step_times_s"]),
+            memory=tuple(DeviceMemory(**memory) for memory in data["memory"]),
+            device_busy_s=None if busy is None else tuple(busy),
+            message=data["message"],
+        )

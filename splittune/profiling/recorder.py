@@ -1,0 +1,79 @@
+"""Times and memory peaks of a trial's phases, as they run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Literal
+
+from splittune.hardware.base import DeviceMemory, Hardware
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.split import BatchSplit
+
+Phase = Literal["warm_up", "micro_step", "update", "whole_step"]
+
+
+class Recorder:
+    """Wrap each part of a trial in `phase`; `measurement` then says what was seen.
+
+    The clock waits for every device before and after, so a phase's time is all of its work. Peaks start anew with each
+    phase; the trial's are the largest of all phases, warm-up included, for training goes through that as well.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self.times_s: dict[Phase, list[float]] = defaultdict(list)
+        self._busy_s: list[list[float]] = []
+        self._memory: dict[Phase, list[tuple[DeviceMemory, ...]]] = defaultdict(list)
+
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        self._hardware.reset_peaks()
+        start_s = self._hardware.clock()
+        busy_before = self._hardware.busy_s()
+        yield
+        self.times_s[name].append(self._hardware.clock() - start_s)
+        busy_after = self._hardware.busy_s()
+        if name == "micro_step" and busy_before is not None and busy_after is not None:
+            self._busy_s.append([after - before for before, after in zip(busy_before, busy_after, strict=True)])
+        self._memory[name].append(self._hardware.memory())
+
+    def measurement(self, split: BatchSplit) -> Measurement:
+        """What was recorded, as an `OK` measurement of `split`."""
+        return Measurement(
+            split=split,
+            outcome=Outcome.OK,
+            micro_step_times_s=tuple(self.times_s["micro_step"]),
+            update_times_s=tuple(self.times_s["update"]),
+            whole_step_times_s=tuple(self.times_s["whole_step"]),
+            memory=self._peaks(),
+            device_busy_s=tuple(map(median, zip(*self._busy_s, strict=True))) if self._busy_s else None,
+        )
+
+    def _peaks(self) -> tuple[DeviceMemory, ...]:
+        readings = [reading for phase in self._memory.values() for reading in phase]
+        micro_step, update = _largest(self._memory["micro_step"]), _largest(self._memory["update"])
+        return tuple(
+            replace(
+                device,
+                micro_step_peak_bytes=micro_step[index].peak_allocated_bytes if micro_step else None,
+                update_peak_bytes=update[index].peak_allocated_bytes if update else None,
+            )
+            for index, device in enumerate(_largest(readings))
+        )
+
+
+def _largest(readings: list[tuple[DeviceMemory, ...]]) -> tuple[DeviceMemory, ...]:
+    """The largest of every figure, device by device, over several readings."""
+    return tuple(
+        replace(
+            device_readings[0],
+            outside_bytes=max(reading.outside_bytes for reading in device_readings),
+            peak_allocated_bytes=max(reading.peak_allocated_bytes for reading in device_readings),
+            peak_reserved_bytes=max(reading.peak_reserved_bytes for reading in device_readings),
+        )
+        for device_readings in zip(*readings, strict=True)
+    )

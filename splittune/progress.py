@@ -1,0 +1,175 @@
+"""Shows a search and its result to people: a live bar in a terminal or notebook, plain lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from splittune.hardware import DeviceMemory, Hardware
+    from splittune.results import SplitConfig, TuneResult
+    from splittune.search import Trial
+    from splittune.split import BatchSplit, SplitSpace
+
+_WORDS = {
+    Outcome.OK: "ok",
+    Outcome.OUT_OF_MEMORY: "out of memory",
+    Outcome.NO_HEADROOM: "too little headroom",
+    Outcome.CRASHED: "crashed",
+}
+
+
+def reporter_for(progress: bool, console: Console | None = None) -> ConsoleReporter | SilentReporter:
+    """A reporter on standard error, so that standard output stays the caller's; a silent one for False."""
+    return ConsoleReporter(console or Console(stderr=True)) if progress else SilentReporter()
+
+
+def describe_trial(trial: Trial) -> str:
+    """One line on a finished trial: what was measured, how it went, and why this split was tried."""
+    measurement = trial.measurement
+    return f"{_shape_of(measurement.split):<34} {_result_of(measurement):<58} {trial.reason}"
+
+
+def show_result(result: TuneResult, console: Console) -> None:
+    """The baseline beside the best, and where every device's memory went under each."""
+    modelled = ", modelled" if result.config.is_modelled else ""
+    rows = [("even split", result.baseline), ("tuned split", result.best)]
+    table = Table("", "accumulation steps", "shards", f"samples/s{modelled}", "step time", title="Baseline and best")
+    for name, measurement in rows:
+        if measurement is None:
+            table.add_row(name, "", "", "fits at no number of steps", "")
+            continue
+        split = measurement.split
+        table.add_row(
+            name,
+            str(split.accumulation_steps),
+            " + ".join(map(str, split.shard_sizes)),
+            _speed_of(measurement).removesuffix(" samples/s"),
+            format_time(measurement.step_time_s or 0.0),
+        )
+    console.print(table)
+    if result.speedup is not None:
+        console.print(f"{result.speedup:.2f} times the even split's throughput{modelled}.", highlight=False)
+    memory = Table("memory at the peak", *(name for name, m in rows if m is not None), title="Devices")
+    for index, device in enumerate(result.config.devices):
+        memory.add_row(
+            f"GPU {index}  {device.name}", *(_memory_bar(m.memory[index]) for _, m in rows if m is not None and m.memory)
+        )
+    console.print(memory)
+    console.print("# held by others   = this job   . free", highlight=False, markup=False)
+
+
+def show_memory_plan(config: SplitConfig, peaks: Sequence[DeviceMemory], console: Console) -> None:
+    """What training really took on every device, beside what the config planned."""
+    table = Table("device", "planned peak", "peak in training", "", title="Memory reserved")
+    for device, planned, peak in zip(config.devices, config.planned_peak_reserved_bytes, peaks, strict=True):
+        within = peak.peak_reserved_bytes <= planned
+        table.add_row(
+            f"GPU {device.index}  {device.name}",
+            format_bytes(planned),
+            format_bytes(peak.peak_reserved_bytes),
+            "as planned" if within else "MORE THAN PLANNED",
+        )
+    console.print(table)
+
+
+def _memory_bar(memory: DeviceMemory, width: int = 24) -> str:
+    """``####====......`` for what others hold, what this job took, and what was left."""
+    outside = round(width * memory.outside_bytes / memory.total_bytes)
+    taken = min(round(width * memory.peak_reserved_bytes / memory.total_bytes), width - outside)
+    bar = "#" * outside + "=" * taken + "." * (width - outside - taken)
+    return f"{bar} {format_bytes(memory.peak_reserved_bytes)}, {format_bytes(memory.headroom_bytes)} left"
+
+
+class SilentReporter:
+    """Shows nothing."""
+
+    def on_start(self, hardware: Hardware, space: SplitSpace, max_trials: int) -> None: ...
+
+    def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None: ...
+
+    def on_trial(self, trial: Trial) -> None: ...
+
+    def on_end(self) -> None: ...
+
+
+class ConsoleReporter:
+    """A line for every finished trial; in a terminal also a bar with what is being measured and the best so far."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._best: Measurement | None = None
+        self._modelled = ""
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("trial"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            disable=not (console.is_terminal or console.is_jupyter),
+            transient=True,
+        )
+        self._bar = self._progress.add_task("", total=None)
+
+    def on_start(self, hardware: Hardware, space: SplitSpace, max_trials: int) -> None:
+        self._modelled = " (modelled)" if hardware.is_modelled else ""
+        with hardware.metered():
+            for device, memory in zip(hardware.devices, hardware.memory(), strict=True):
+                self._print(
+                    f"GPU {device.index}  {device.name}: {format_bytes(memory.total_bytes)}, "
+                    f"{format_bytes(memory.outside_bytes)} of it held outside this job"
+                )
+        self._print(
+            f"{space.global_batch_size} samples a step over {space.num_devices} devices: {len(space)} legal splits, "
+            f"at most {max_trials} trials"
+        )
+        self._progress.update(self._bar, total=max_trials)
+        self._progress.start()
+
+    def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None:
+        what = "once more, in whole steps" if in_whole_steps else "measuring"
+        best = "" if self._best is None else f"; best so far {_shape_of(self._best.split)}, {_speed_of(self._best)}"
+        self._progress.update(self._bar, description=f"{what}: {_shape_of(split)}{best}{self._modelled}")
+
+    def on_trial(self, trial: Trial) -> None:
+        measurement = trial.measurement
+        fits = measurement.outcome is Outcome.OK and measurement.throughput is not None
+        if fits and (self._best is None or (measurement.throughput or 0) > (self._best.throughput or 0)):
+            self._best = measurement
+        if trial.kind == "search":
+            self._progress.advance(self._bar)
+        label = f"trial {trial.number:>2}" if trial.kind == "search" else "confirm "
+        self._print(f"{label}  {describe_trial(trial)}")
+
+    def on_end(self) -> None:
+        self._progress.stop()
+
+    def _print(self, line: str) -> None:
+        self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _shape_of(split: BatchSplit) -> str:
+    return f"{split.accumulation_steps} x ({'+'.join(map(str, split.shard_sizes))})"
+
+
+def _speed_of(measurement: Measurement) -> str:
+    return "not timed" if measurement.throughput is None else f"{measurement.throughput:,.1f} samples/s"
+
+
+def _result_of(measurement: Measurement) -> str:
+    if measurement.outcome is not Outcome.OK:
+        return _WORDS[measurement.outcome]
+    least = min(measurement.memory, key=lambda memory: memory.headroom_bytes, default=None)
+    if least is None:
+        return _speed_of(measurement)
+    return f"{_speed_of(measurement)}, {format_bytes(least.headroom_bytes)} left on GPU {least.device}"

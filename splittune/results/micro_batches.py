@@ -1,0 +1,62 @@
+"""A loader's batch cut into the micro-batches of one optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from splittune.errors import ConfigError
+from splittune.parallel.nesting import batch_size_of, slice_batch
+from splittune.split import BatchSplit, spread_evenly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """A part of a batch, to be run forward and backward at once."""
+
+    batch: Any
+    """Nested as the whole batch is; its tensors are views of the batch's, still where the loader put them."""
+    weight: float
+    """Its samples over those of the whole batch: a mean loss times this, summed, is the mean over the batch."""
+
+
+def micro_batch_sizes_of(num_samples: int, split: BatchSplit) -> tuple[int, ...]:
+    """The micro-batches of a batch of `num_samples`, larger ones first, none above ``split.micro_batch_size``.
+
+    A full batch takes the tuned ones; a short one the fewest that hold it, of sizes that differ by at most one.
+    Worked: tuned for 64 in 4 micro-batches of 16, 20 samples take ceil(20 / 16) = 2 of 10.
+
+    Raises:
+        ConfigError: no sample, or more than the split was tuned for.
+    """
+    tuned_for = split.global_batch_size
+    if num_samples == 0:
+        raise ConfigError("a batch of 0 samples: expected at least 1. Skip empty batches in the loader.")
+    if num_samples > tuned_for:
+        raise ConfigError(
+            f"a batch of {num_samples} samples, {num_samples} - {tuned_for} = {num_samples - tuned_for} more than "
+            f"this config was tuned for ({split}): expected at most {tuned_for}. Set the loader's batch size to "
+            f"{tuned_for}, or tune for {num_samples}."
+        )
+    if num_samples == tuned_for:
+        return split.micro_batch_sizes
+    return spread_evenly(num_samples, math.ceil(num_samples / split.micro_batch_size))
+
+
+def cut_batch(batch: Any, split: BatchSplit) -> Iterator[MicroBatch]:
+    """`batch` cut along dimension 0 into the micro-batches of `micro_batch_sizes_of`; see `SplitConfig.micro_batches`.
+
+    Raises:
+        ConfigError: at the call: no sample or too many, no tensor, or tensors whose sizes differ.
+    """
+    return _parts(batch, micro_batch_sizes_of(batch_size_of(batch), split))
+
+
+def _parts(batch: Any, sizes: Sequence[int]) -> Iterator[MicroBatch]:
+    num_samples, start = sum(sizes), 0
+    for size in sizes:
+        part = slice_batch(batch, start, start + size, batch_size=num_samples)
+        yield MicroBatch(batch=part, weight=size / num_samples)
+        start += size

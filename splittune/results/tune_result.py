@@ -1,0 +1,55 @@
+"""What `autotune` returns: the winner, what it is compared with, every trial, and the config to train with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from splittune.hardware.base import Device
+from splittune.profiling.measurement import Measurement
+from splittune.results.config import SplitConfig
+from splittune.results.tables import devices_table, save_csv, trials_table
+from splittune.search import Trial
+
+CONFIG_FILE, TRIALS_FILE, DEVICES_FILE = "split.json", "trials.csv", "devices.csv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """A finished search. `best` and `baseline` were measured alike, in whole optimizer steps, in the same run."""
+
+    best: Measurement
+    baseline: Measurement | None
+    """The even split at the fewest accumulation steps that fit; None where no even split does."""
+    trials: tuple[Trial, ...]
+    config: SplitConfig
+    stopped: str = ""
+    """Why the search ended: ``"max_trials"``, ``"timeout"`` or ``"space exhausted"``."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Best over baseline in samples/s, at least 1: 300 over 240 is 1.25. None without a baseline."""
+        if self.baseline is None or self.baseline.throughput is None or self.best.throughput is None:
+            return None
+        return self.best.throughput / self.baseline.throughput
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write ``split.json``, ``trials.csv`` and ``devices.csv`` into `folder`, which is made if missing.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+        """
+        self.config.save(Path(folder) / CONFIG_FILE)
+        return save_tables(folder, self.trials, self.config.devices, is_modelled=self.config.is_modelled)
+
+
+def save_tables(
+    folder: str | os.PathLike[str], trials: Iterable[Trial], devices: Sequence[Device], *, is_modelled: bool
+) -> Path:
+    """Write ``trials.csv`` and ``devices.csv``: those of a search that was interrupted, too."""
+    trials = list(trials)
+    save_csv(trials_table(trials, is_modelled=is_modelled), Path(folder) / TRIALS_FILE)
+    save_csv(devices_table(trials, devices=devices), Path(folder) / DEVICES_FILE)
+    return Path(folder)

@@ -1,0 +1,56 @@
+"""What a search hands back: plain, frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from splittune.profiling.measurement import Measurement
+
+Kind = Literal["search", "confirm"]
+Stopped = Literal["max_trials", "timeout", "space exhausted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One measured split.
+
+    Two runs of the same search are equal trial by trial: what the wall clock or an interruption decides
+    (`elapsed_s`, `is_resumed`) does not take part in comparisons.
+    """
+
+    number: int
+    """Its place among the trials of this search, from 0; confirmations follow the searched ones."""
+    kind: Kind
+    measurement: Measurement
+    """Judged by the headroom demanded."""
+    reason: str
+    """Why this split was chosen, for people."""
+    elapsed_s: float | None = field(default=None, compare=False)
+    """Seconds the measuring took, by the clock of the run that did it."""
+    is_resumed: bool = field(default=False, compare=False)
+    """True where it was read back from the storage instead of measured in this run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The winner, what it is compared with, and everything measured on the way.
+
+    `best` and `baseline` are confirmations: measured once more after the search, alike and in a row. `best` is the
+    fastest of the confirmed splits, so it is never slower than `baseline`.
+    """
+
+    best: Measurement
+    baseline: Measurement | None
+    """The even split at the fewest accumulation steps that fitted; None where no even split did."""
+    trials: tuple[Trial, ...]
+    stopped: Stopped
+    """Why the search ended. "space exhausted": every split is measured or ruled out by a failure."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Best over baseline in samples/s, at least 1; None without a baseline."""
+        if self.baseline is None or self.baseline.throughput is None or self.best.throughput is None:
+            return None
+        return self.best.throughput / self.baseline.throughput

@@ -1,0 +1,228 @@
+"""The search itself: ask for a split, measure it, tell what happened; at the end confirm the best."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from numbers import Integral
+from typing import TYPE_CHECKING, TypeGuard
+
+from optuna.trial import TrialState
+
+from splittune.errors import ConfigError
+from splittune.profiling.measurement import Measurement
+from splittune.search import history
+from splittune.search.attempt import Attempt, lacking_devices
+from splittune.search.candidates import Candidates
+from splittune.search.failure import no_feasible_split
+from splittune.search.finalists import confirm_finalists
+from splittune.search.guard import GuardedSampler
+from splittune.search.registry import make_inner
+from splittune.search.result import SearchResult, Stopped, Trial
+from splittune.search.storage import open_study, quiet_optuna
+from splittune.split import BatchSplit, SplitSpace
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.samplers import BaseSampler
+
+Measure = Callable[[BatchSplit], Measurement]
+
+
+def find_best_split(
+    space: SplitSpace,
+    measure: Measure,
+    *,
+    max_trials: int = 24,
+    timeout_s: float | None = None,
+    storage: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    sampler: str | BaseSampler | None = None,
+    min_headroom_bytes: int | Sequence[int] = 0,
+    confirm: Measure | None = None,
+    on_trial: Callable[[Trial], None] | None = None,
+    study_name: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> SearchResult:
+    """Find the split of `space` with the most samples/s among those that keep their headroom.
+
+    The even splits come first, until the baseline is found: the one at the fewest accumulation steps that fits. Then
+    `sampler` chooses. No split is searched twice, and none that a failure has ruled out is tried. At the end the
+    baseline and the best up to three are measured once more, and the fastest of these is the winner.
+
+    Args:
+        space: the legal splits; very large spaces are thinned, see `Candidates`.
+        measure: measures one split. A split that lacks memory or crashes is an `Outcome`, and the search goes on. Any
+            exception is the caller's own: it leaves unchanged, and so does KeyboardInterrupt. The trials finished
+            before that are in `storage`, and `on_trial` has been given each.
+        max_trials: splits to search at most, those read back from `storage` included. Confirmations, four at most
+            where all fit again, come on top.
+        timeout_s: seconds after which no further split is searched. The one being measured is finished, and the
+            finalists are confirmed.
+        storage: where trials are kept, so that a search that was stopped goes on: None is memory only; else a path
+            (.db, .sqlite, .sqlite3: SQLite; any other: an Optuna journal file) or an Optuna URL. One process at a time.
+        seed: for the samplers that draw, "random" and "tpe".
+        sampler: "coarse-to-fine" (the default), "grid" (plain order), "random", "tpe", or an Optuna sampler. It sees
+            one integer parameter, `PARAMETER`, an index into ``Candidates(space)``; what it proposes is moved to the
+            nearest split that is neither measured nor ruled out.
+        min_headroom_bytes: what every device must keep free, or one number for each.
+        confirm: measures the finalists, where that should differ from `measure`: longer, say.
+        on_trial: called with every finished trial, in order; those read back from `storage` first.
+        study_name: the study in `storage`. Each search, of one model on one set of devices, needs its own.
+        clock: seconds, for `timeout_s` and `Trial.elapsed_s`.
+
+    Raises:
+        NoFeasibleSplitError: nothing fits, or nothing that fits was found in time.
+        ConfigError: an argument is unusable, or the study in `storage` belongs to another search.
+    """
+    _check_limits(max_trials, timeout_s)
+    demands = _checked_demands(min_headroom_bytes, space.num_devices)
+    candidates = Candidates(space)
+    guard = GuardedSampler(candidates, make_inner(sampler, candidates, seed))
+    identity = asdict(space) | {"num_candidates": len(candidates), "min_headroom_bytes": list(demands)}
+    with quiet_optuna(), open_study(storage, study_name, guard, identity) as study:
+        search = _Search(
+            study=study, guard=guard, candidates=candidates, demands=demands, on_trial=on_trial, clock=clock
+        )
+        search.resume()
+        stopped = search.run(measure, max_trials, timeout_s)
+        return search.conclude(confirm or measure, stopped)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Search:
+    """One search under way: the study, and what was measured so far."""
+
+    study: optuna.Study
+    guard: GuardedSampler
+    candidates: Candidates
+    demands: tuple[int, ...]
+    on_trial: Callable[[Trial], None] | None
+    clock: Callable[[], float]
+    attempts: list[Attempt] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)
+
+    def resume(self) -> None:
+        """Read back the finished trials of an earlier run."""
+        for stored in history.finished_trials(self.study):
+            attempt = history.attempt_of(stored)
+            reason, elapsed_s = stored.user_attrs["reason"], stored.user_attrs["elapsed_s"]
+            self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=True)
+
+    def run(self, measure: Measure, max_trials: int, timeout_s: float | None) -> Stopped:
+        """Search until a limit is reached; says which."""
+        started = self.clock()
+        while True:
+            if self.guard.is_exhausted:
+                return "space exhausted"
+            if len(self.attempts) >= max_trials:
+                return "max_trials"
+            if timeout_s is not None and self.clock() - started >= timeout_s:
+                return "timeout"
+            self._search_one(measure)
+
+    def conclude(self, confirm: Measure, stopped: Stopped) -> SearchResult:
+        """Confirm the finalists and choose."""
+        round_of = len(self.attempts)
+
+        def measure_again(split: BatchSplit, reason: str) -> Measurement:
+            return self._confirm_one(confirm, split, reason, round_of)
+
+        confirmed = confirm_finalists(self.candidates.even_splits, self.attempts, measure_again)
+        if confirmed.best is None:
+            raise no_feasible_split(self.trials, stopped, self.demands)
+        return SearchResult(
+            best=confirmed.best, baseline=confirmed.baseline, trials=tuple(self.trials), stopped=stopped
+        )
+
+    def _search_one(self, measure: Measure) -> None:
+        trial = self.study.ask({history.PARAMETER: history.distribution_of(self.candidates)})
+        try:
+            reason = self.guard.reason
+            measurement, elapsed_s = self._measure(measure, self.candidates[trial.params[history.PARAMETER]])
+            attempt = Attempt(measurement=measurement, lacking=lacking_devices(measurement, self.demands))
+            trial.set_user_attr("elapsed_s", elapsed_s)
+            history.tell(self.study, trial, attempt, min_headroom_bytes=self.demands, reason=reason)
+        except BaseException:
+            self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+            raise
+        self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=False)
+
+    def _confirm_one(self, confirm: Measure, split: BatchSplit, reason: str, round_of: int) -> Measurement:
+        """Confirmations belong to the state of the search they follow: when it goes on, all are measured anew."""
+        key = f"confirm:{round_of}:{self.candidates.index(split)}"
+        stored = self.study.user_attrs.get(key)
+        if stored is None:
+            measurement, elapsed_s = self._measure(confirm, split)
+            self.study.set_user_attr(key, {"measurement": measurement.to_dict(), "elapsed_s": elapsed_s})
+        else:
+            measurement, elapsed_s = Measurement.from_dict(stored["measurement"]), stored["elapsed_s"]
+        trial = Trial(
+            number=len(self.trials),
+            kind="confirm",
+            measurement=measurement,
+            reason=reason,
+            elapsed_s=elapsed_s,
+            is_resumed=stored is not None,
+        )
+        self._report(trial)
+        return measurement
+
+    def _measure(self, measure: Measure, split: BatchSplit) -> tuple[Measurement, float]:
+        started = self.clock()
+        measurement = measure(split)
+        elapsed_s = self.clock() - started
+        if measurement.split != split:
+            raise ConfigError(
+                f"measure was asked for {split} and returned a measurement of {measurement.split}: expected the split "
+                "it was given."
+            )
+        return measurement.judged(self.demands), elapsed_s
+
+    def _finish_search_trial(self, attempt: Attempt, reason: str, elapsed_s: float, *, is_resumed: bool) -> None:
+        self.attempts.append(attempt)
+        self.guard.observe(attempt)
+        trial = Trial(
+            number=len(self.trials),
+            kind="search",
+            measurement=attempt.measurement,
+            reason=reason,
+            elapsed_s=elapsed_s,
+            is_resumed=is_resumed,
+        )
+        self._report(trial)
+
+    def _report(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        if self.on_trial is not None:
+            self.on_trial(trial)
+
+
+def _check_limits(max_trials: object, timeout_s: float | None) -> None:
+    if not _is_whole(max_trials) or max_trials < 1:
+        raise ConfigError(f"max_trials is {max_trials!r}: expected an integer of at least 1, the splits to search.")
+    if timeout_s is not None and not timeout_s > 0:
+        raise ConfigError(f"timeout_s is {timeout_s!r}: expected seconds above 0, or None for no limit.")
+
+
+def _checked_demands(min_headroom_bytes: object, num_devices: int) -> tuple[int, ...]:
+    """The headroom demanded of each device, in bytes."""
+    demands = tuple(min_headroom_bytes) if isinstance(min_headroom_bytes, Sequence) else (min_headroom_bytes,)
+    if isinstance(min_headroom_bytes, Sequence) and len(demands) != num_devices:
+        raise ConfigError(
+            f"min_headroom_bytes has {len(demands)} numbers for {num_devices} devices: give one for each device, or a "
+            "single number for all."
+        )
+    checked = tuple(int(demand) for demand in demands if _is_whole(demand) and demand >= 0)
+    if len(checked) != len(demands):
+        raise ConfigError(
+            f"min_headroom_bytes is {min_headroom_bytes!r}: expected whole bytes of at least 0, one number or one for "
+            "each device."
+        )
+    return checked if len(checked) == num_devices else checked * num_devices
+
+
+def _is_whole(number: object) -> TypeGuard[int]:
+    return isinstance(number, Integral) and not isinstance(number, bool)

@@ -1,0 +1,72 @@
+"""Micro-batches of any size, made from a few of the loader's batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from splittune.errors import ConfigError
+from splittune.parallel.nesting import batch_size_of, select_batch, slice_batch, tensors_of
+
+# Enough to meet a long sequence in a shuffled loader, few enough to be read in a moment.
+NUM_BATCHES_READ = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleBatch:
+    """The most expensive of the batches that were read, in elements per sample: what trials are run on.
+
+    A padded batch of long sequences needs more memory than a short one, and the split must hold for both.
+    """
+
+    batch: Any
+    batch_size: int
+    loader_batch_size: int
+    """Samples of the largest batch that was read: the loader's own size."""
+
+    def micro_batch(self, num_samples: int) -> Any:
+        """A batch of `num_samples`, nested as the loader's: its first samples, over again where it has fewer."""
+        if num_samples <= self.batch_size:
+            return slice_batch(self.batch, 0, num_samples, batch_size=self.batch_size)
+        indices = torch.arange(num_samples) % self.batch_size
+        return select_batch(self.batch, indices, batch_size=self.batch_size)
+
+
+def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> SampleBatch:
+    """Read up to `num_batches` from `loader`, which is only iterated, and keep the most expensive.
+
+    Raises:
+        ConfigError: the loader is a one-shot iterator (its batches would be lost to training), cannot be iterated, or is
+            empty; or a batch has no tensor, or tensors of different sizes.
+    """
+    if isinstance(loader, Iterator):
+        raise ConfigError(
+            f"loader is a {type(loader).__name__}, an iterator: reading it would take batches away from training. "
+            "Expected what can be iterated over again, a DataLoader or a list of batches. Pass that instead of iter(it)."
+        )
+    try:
+        iterator = iter(loader)
+    except TypeError as error:
+        raise ConfigError(
+            f"loader is a {type(loader).__name__}, which cannot be iterated: expected a DataLoader or a list of batches."
+        ) from error
+    best: tuple[float, Any, int] | None = None
+    largest = 0
+    for number, batch in enumerate(itertools.islice(iterator, num_batches)):
+        try:
+            size = batch_size_of(batch)
+        except ConfigError as error:
+            raise ConfigError(f"batch {number} of the loader: {error}") from error
+        if size == 0:
+            raise ConfigError(f"batch {number} of the loader has 0 samples: expected at least 1. Drop empty batches.")
+        largest = max(largest, size)
+        cost = sum(tensor.numel() for _, tensor in tensors_of(batch)) / size
+        if best is None or (cost, size) > (best[0], best[2]):
+            best = (cost, batch, size)
+    if best is None:
+        raise ConfigError("the loader is empty: expected at least one batch. Check its data set and drop_last.")
+    return SampleBatch(batch=best[1], batch_size=best[2], loader_batch_size=largest)

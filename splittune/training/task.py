@@ -1,0 +1,156 @@
+"""TrainingTask: the user's job, one optimizer step at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from splittune.errors import ConfigError
+from splittune.parallel import BalancedDataParallel
+from splittune.split import BatchSplit
+from splittune.training.batches import SampleBatch
+from splittune.training.loss import call_for, check_loss, infer_loss
+
+logger = logging.getLogger(__name__)
+
+OptimizerLike = optim.Optimizer | Callable[[Any], optim.Optimizer]
+StepFunction = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(slots=True)
+class TrainingTask:
+    """What is to be trained: everything a trial needs to run one of the job's optimizer steps.
+
+    Raises:
+        ConfigError: the model is none, has no trainable parameter or an uninitialised one, the optimizer does not hold
+            its parameters, or both `loss_fn` and `step_fn` are given.
+    """
+
+    model: nn.Module
+    loader: Iterable[Any]
+    """Gives batches; can be iterated over again. Only iterated, never changed."""
+    loss_fn: Callable[..., Tensor] | None = None
+    """``loss_fn(output, targets)``, a mean over samples; None to infer it (`loss.infer_loss`)."""
+    optimizer: OptimizerLike | None = None
+    """An instance, or a callable from parameters to one; None for AdamW."""
+    step_fn: StepFunction | None = None
+    """``step_fn(model, batch) -> loss`` in place of calling the model and `loss_fn`; the model it gets is the wrapper."""
+    autocast_dtype: torch.dtype | None = None
+    """The dtype of torch.autocast around forward and loss; None for none."""
+    global_batch_size: int | None = None
+    """Samples behind one optimizer step; None for the loader's batch size."""
+    _said: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(f"model is {self.model!r}: expected a torch.nn.Module.")
+        parameters = list(self.model.parameters())
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+            raise ConfigError("the model has uninitialised (lazy) parameters: run one forward pass before tuning.")
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise ConfigError(
+                f"{type(self.model).__name__} has no trainable parameter ({len(parameters)} in all, none with "
+                "requires_grad): expected at least one. There is nothing to train, so nothing to tune."
+            )
+        if self.loss_fn is not None and self.step_fn is not None:
+            raise ConfigError("got loss_fn and step_fn: expected one of them. step_fn returns the loss itself.")
+        self._check_optimizer()
+
+    def make_optimizer(self) -> optim.Optimizer:
+        """The user's own instance, or a new one from the factory (AdamW by default) over the trainable parameters."""
+        if isinstance(self.optimizer, optim.Optimizer):
+            return self.optimizer
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if self.optimizer is None:
+            self._say_once("no optimizer was given: AdamW is assumed. Its state is twice the parameters' size.")
+            return optim.AdamW(trainable)
+        made = self.optimizer(trainable)
+        if not isinstance(made, optim.Optimizer):
+            raise ConfigError(
+                f"the optimizer callable returned a {type(made).__name__}: expected a torch.optim.Optimizer. "
+                "Pass a function of the parameters, e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+            )
+        return made
+
+    def loss_of(self, model: BalancedDataParallel, batch: Any) -> Tensor:
+        """Forward and loss of one micro-batch, under autocast where the task has it."""
+        with self._autocast(model):
+            if self.step_fn is not None:
+                return self.step_fn(model, batch)
+            call = call_for(batch, has_loss_fn=self.loss_fn is not None)
+            output = model(*call.args, **call.kwargs)
+            targets = model.to_output(call.targets)
+            if self.loss_fn is not None:
+                return self.loss_fn(output, targets)
+            loss, origin = infer_loss(output, targets)
+            self._say_once(f"no loss_fn was given: the loss is {origin}.")
+            return loss
+
+    def _autocast(self, model: BalancedDataParallel) -> AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(model.device_ids[0].type, dtype=self.autocast_dtype)
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is None:
+            return
+        if not isinstance(self.optimizer, optim.Optimizer):
+            if not callable(self.optimizer):
+                raise ConfigError(
+                    f"optimizer is {self.optimizer!r}: expected a torch.optim.Optimizer or a callable that makes one."
+                )
+            return
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in self.model.parameters() if p.requires_grad):
+            raise ConfigError(
+                "the optimizer holds none of the model's trainable parameters: expected one made from "
+                "model.parameters(). Was the model copied or wrapped after the optimizer was made?"
+            )
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.info(message)
+
+
+class TrainingStep:
+    """One optimizer step of a task under a split, in the parts that are measured: micro-steps, then the update."""
+
+    def __init__(
+        self,
+        task: TrainingTask,
+        model: BalancedDataParallel,
+        optimizer: optim.Optimizer,
+        split: BatchSplit,
+        samples: SampleBatch,
+    ) -> None:
+        self.split = split
+        self._task, self._model, self._optimizer = task, model, optimizer
+        self._batches = {size: samples.micro_batch(size) for size in sorted(set(split.micro_batch_sizes))}
+        self._loss_was_checked = False
+
+    def micro_step(self, num_samples: int | None = None) -> None:
+        """Forward and backward of one micro-batch, the largest unless told; its gradient weighs as its samples do."""
+        size = self.split.micro_batch_size if num_samples is None else num_samples
+        loss = self._task.loss_of(self._model, self._batches[size])
+        if not self._loss_was_checked:
+            check_loss(loss, "step_fn" if self._task.step_fn else "the job")
+            self._loss_was_checked = True
+        (loss * (size / self.split.global_batch_size)).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """The optimizer's update, and the gradients given back."""
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def whole(self) -> None:
+        """A complete optimizer step over the global batch."""
+        for size in self.split.micro_batch_sizes:
+            self.micro_step(size)
+        self.update()

@@ -1,0 +1,197 @@
+"""autotune(): from a model and a loader to the split to train with."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn, optim
+
+from splittune.hardware import Hardware, resolve_hardware
+from splittune.progress import reporter_for
+from splittune.profiling.measurement import Measurement
+from splittune.profiling.profiler import Profiler
+from splittune.results import SplitConfig, TuneResult
+from splittune.search import SearchResult, Trial, find_best_split
+from splittune.split import BatchSplit, SplitSpace
+from splittune.training import Snapshot, TrainingTask, read_batches
+from splittune.training.task import OptimizerLike, StepFunction
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_TRIALS = 24
+# Allocation patterns shift a little over days of training; what this keeps free is cheap beside a run that dies.
+HEADROOM_FRACTION = 0.05
+# Statistics over fewer samples than this are mostly noise, and over a single one BatchNorm refuses to train.
+MIN_BATCH_NORM_SHARD = 4
+
+Devices = str | Sequence[str | int | torch.device] | None
+
+
+class Observer(Protocol):
+    """Is told what a search does, for people to watch."""
+
+    def on_start(self, hardware: Hardware, space: SplitSpace, max_trials: int) -> None: ...
+
+    def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None: ...
+
+    def on_trial(self, trial: Trial) -> None: ...
+
+    def on_end(self) -> None: ...
+
+
+def autotune(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    optimizer: OptimizerLike | None = None,
+    step_fn: StepFunction | None = None,
+    devices: Devices = None,
+    global_batch_size: int | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    min_headroom_bytes: int | Sequence[int] | None = None,
+    max_trials: int = DEFAULT_MAX_TRIALS,
+    timeout_s: float | None = None,
+    storage: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> TuneResult:
+    """Find the split of the batch that trains fastest without running out of memory. Run it once, before training.
+
+    Short trials of the real step are run on the devices: forward, backward, the optimizer's update. Afterwards model,
+    optimizer, random number generators and loader are as they were found, also when an exception or Ctrl-C ends it.
+
+    Args:
+        model: the module to train, not wrapped.
+        loader: gives the batches, and can be iterated over again; its batch size is the global batch.
+        loss_fn: ``loss_fn(output, targets)``, a mean over samples. None: the model's output is a scalar or carries
+            ``.loss``; else cross-entropy for integer targets, MSE for floats. What was inferred is logged.
+        optimizer: an instance, or a callable from parameters to one; None assumes AdamW.
+        step_fn: ``step_fn(model, batch) -> loss``, in place of all that.
+        devices: None for all visible CUDA devices; ``["cuda:1", "cuda:0"]`` for these, the first being 'GPU 0'; a
+            string such as ``"4xV100-16GB"`` for virtual GPUs.
+        global_batch_size: samples behind one optimizer step, kept exactly; None for the loader's batch size.
+        autocast_dtype: torch.bfloat16, say, for autocast around forward and loss.
+        min_headroom_bytes: what every device must keep free at its peak, one number or one per device; None for 5 % of
+            what other programs leave to this one.
+        max_trials: splits to search at most. Up to four are measured again at the end.
+        timeout_s: seconds after which no further split is searched.
+        storage: a path where trials are kept; a search that was stopped goes on from there.
+        seed: for samplers that draw.
+        progress: show what is being measured.
+
+    Raises:
+        NoFeasibleSplitError: nothing fits; the message says which device lacked how much.
+        ConfigError, DeviceError: the job or the devices cannot be used.
+    """
+    task = TrainingTask(
+        model,
+        loader,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        step_fn=step_fn,
+        autocast_dtype=autocast_dtype,
+        global_batch_size=global_batch_size,
+    )
+    return tune(
+        task,
+        resolve_hardware(devices),
+        min_headroom_bytes=min_headroom_bytes,
+        max_trials=max_trials,
+        timeout_s=timeout_s,
+        storage=storage,
+        seed=seed,
+        observer=reporter_for(progress),
+    )
+
+
+def tune(
+    task: TrainingTask,
+    hardware: Hardware,
+    *,
+    observer: Observer,
+    min_headroom_bytes: int | Sequence[int] | None = None,
+    max_trials: int = DEFAULT_MAX_TRIALS,
+    timeout_s: float | None = None,
+    storage: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+) -> TuneResult:
+    """`autotune` for a task and hardware at hand: profile, search, confirm, and leave the job as it was found."""
+    optimizer = task.optimizer if isinstance(task.optimizer, optim.Optimizer) else None
+    snapshot = Snapshot(task.model, optimizer, task.loader)
+    try:
+        samples = read_batches(task.loader)
+        space = _space_for(task, samples.loader_batch_size, len(hardware.devices))
+        headroom = _headroom_for(hardware, min_headroom_bytes)
+        profiler = Profiler(task, hardware, samples, snapshot, min_headroom_bytes=headroom)
+
+        def measure(split: BatchSplit) -> Measurement:
+            observer.on_measure(split, in_whole_steps=False)
+            return profiler.measure(split)
+
+        def confirm(split: BatchSplit) -> Measurement:
+            observer.on_measure(split, in_whole_steps=True)
+            return profiler.measure_whole_steps(split)
+
+        observer.on_start(hardware, space, max_trials)
+        found = find_best_split(
+            space,
+            measure,
+            confirm=confirm,
+            max_trials=max_trials,
+            timeout_s=timeout_s,
+            storage=storage,
+            seed=seed,
+            min_headroom_bytes=headroom,
+            on_trial=observer.on_trial,
+        )
+    finally:
+        observer.on_end()
+        hardware.recover()
+        snapshot.restore()
+        snapshot.restore_gradients()
+    return _result_of(found, hardware, headroom, seed)
+
+
+def _space_for(task: TrainingTask, loader_batch_size: int, num_devices: int) -> SplitSpace:
+    global_batch_size = loader_batch_size if task.global_batch_size is None else task.global_batch_size
+    if global_batch_size > loader_batch_size:
+        logger.warning(
+            "global_batch_size is %d and the loader gives batches of %d: trials are assembled from several of them, and "
+            "training needs a loader of batch size %d.", global_batch_size, loader_batch_size, global_batch_size,
+        )  # fmt: skip
+    min_shard_size = 0
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in task.model.modules()):
+        min_shard_size = min(MIN_BATCH_NORM_SHARD, global_batch_size // num_devices)
+        logger.info("the model has BatchNorm: every device gets at least %d samples.", min_shard_size)
+    return SplitSpace(global_batch_size=global_batch_size, num_devices=num_devices, min_shard_size=min_shard_size)
+
+
+def _headroom_for(hardware: Hardware, min_headroom_bytes: int | Sequence[int] | None) -> tuple[int, ...]:
+    if min_headroom_bytes is None:
+        with hardware.metered():
+            return tuple(int(HEADROOM_FRACTION * (m.total_bytes - m.outside_bytes)) for m in hardware.memory())
+    if isinstance(min_headroom_bytes, int):
+        return (min_headroom_bytes,) * len(hardware.devices)
+    return tuple(min_headroom_bytes)
+
+
+def _result_of(found: SearchResult, hardware: Hardware, headroom: tuple[int, ...], seed: int) -> TuneResult:
+    config = SplitConfig(
+        split=found.best.split,
+        devices=hardware.devices,
+        virtual_spec=hardware.spec,
+        is_modelled=hardware.is_modelled,
+        min_headroom_bytes=headroom,
+        planned_peak_reserved_bytes=tuple(memory.peak_reserved_bytes for memory in found.best.memory),
+        throughput=found.best.throughput,
+        step_time_s=found.best.step_time_s,
+        seed=seed,
+    )
+    return TuneResult(
+        best=found.best, baseline=found.baseline, trials=found.trials, config=config, stopped=found.stopped
+    )

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from splittune.errors import NvmlUnavailableError
+from splittune.hardware import CudaHardware, is_out_of_memory, resolve_hardware
+from splittune.hardware.nvml import Nvml
+from splittune.parallel import BalancedDataParallel
+from splittune.split import BatchSplit
+from splittune.units import GIB, MIB
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+
+CUDA0 = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def hardware():
+    hardware = CudaHardware([CUDA0])
+    torch.zeros(1, device=CUDA0)  # the context exists from here on
+    hardware.recover()
+    yield hardware
+    hardware.recover()
+
+
+@pytest.fixture
+def capped(hardware):
+    """The process may take 1 GiB more than it holds."""
+    fraction = (torch.cuda.memory_reserved(CUDA0) + 1 * GIB) / hardware.devices[0].total_bytes
+    torch.cuda.set_per_process_memory_fraction(fraction, CUDA0)
+    yield hardware
+    torch.cuda.set_per_process_memory_fraction(1.0, CUDA0)
+
+
+@pytest.fixture
+def nvml():
+    with Nvml() as nvml:
+        try:
+            nvml.list_devices()
+        except NvmlUnavailableError as error:
+            pytest.skip(str(error))
+        yield nvml
+
+
+def test_peaks_grow_with_an_allocation_and_start_anew(hardware):
+    """An allocation shows in both peaks, stays there when freed, and is gone after a reset."""
+    hardware.reset_peaks()
+    before = hardware.memory()[0]
+    tensor = torch.empty(256 * MIB, dtype=torch.uint8, device=CUDA0)
+    del tensor
+    after = hardware.memory()[0]
+    assert after.peak_allocated_bytes - before.peak_allocated_bytes == 256 * MIB
+    assert after.peak_reserved_bytes - before.peak_reserved_bytes >= 256 * MIB
+    hardware.recover()
+    assert hardware.memory()[0].peak_allocated_bytes == before.peak_allocated_bytes
+
+
+def test_something_is_always_outside(hardware):
+    """The CUDA context alone is outside our allocator, and all figures together fit on the card."""
+    memory = hardware.memory()[0]
+    assert 50 * MIB < memory.outside_bytes < memory.total_bytes
+    assert memory.headroom_bytes > 0
+
+
+def test_our_own_allocation_is_not_outside(hardware):
+    """What our allocator takes moves 'used' and 'reserved' alike: outside stays, and headroom shrinks."""
+    before = hardware.memory()[0]
+    tensor = torch.empty(1 * GIB, dtype=torch.uint8, device=CUDA0)
+    after = hardware.memory()[0]
+    assert abs(after.outside_bytes - before.outside_bytes) < 64 * MIB
+    assert before.headroom_bytes - after.headroom_bytes == pytest.approx(tensor.nbytes, abs=64 * MIB)
+
+
+def test_a_cap_bounds_the_headroom(capped):
+    """Under set_per_process_memory_fraction the headroom is what the process may still take."""
+    assert capped.memory()[0].headroom_bytes <= 1 * GIB
+
+
+def failure_of(action) -> RuntimeError | None:
+    """What `action` raises, without the traceback, whose frames would hold its tensors."""
+    try:
+        action()
+    except RuntimeError as error:
+        return error.with_traceback(None)
+    return None
+
+
+def test_an_oom_under_a_cap_is_recognised_and_recovered(capped):
+    """A step that exceeds the cap fails with what is_out_of_memory knows, and leaves nothing behind."""
+    allocated, reserved = torch.cuda.memory_allocated(CUDA0), torch.cuda.memory_reserved(CUDA0)
+    error = failure_of(lambda: [torch.empty(64 * MIB, dtype=torch.uint8, device=CUDA0) for _ in range(64)])
+    assert error is not None, "64 x 64 MiB do not fit in 1 GiB"
+    assert is_out_of_memory(error)
+    capped.recover()
+    assert torch.cuda.memory_allocated(CUDA0) == allocated
+    assert torch.cuda.memory_reserved(CUDA0) == reserved
+
+
+def test_an_oom_of_the_driver_is_recognised(hardware):
+    """An allocation no card can hold is an out-of-memory error too, without any cap."""
+    num_bytes = hardware.devices[0].total_bytes * 2
+    error = failure_of(lambda: torch.empty(num_bytes, dtype=torch.uint8, device=CUDA0))
+    assert error is not None
+    assert is_out_of_memory(error)
+
+
+def test_nvml_finds_the_same_card_by_uuid(hardware, nvml):
+    """The device torch calls cuda:0 and the one NVML finds by its UUID have one name and one size."""
+    device = hardware.devices[0]
+    listed = {card.uuid: card for card in nvml.list_devices()}
+    if device.uuid not in listed:
+        pytest.skip("cuda:0 is a MIG instance, which NVML lists under its card")
+    assert listed[device.uuid].name == device.name
+    total_bytes = nvml.device_memory(uuid=device.uuid).total_bytes
+    assert total_bytes == pytest.approx(device.total_bytes, rel=0.1)
+
+
+def test_nvml_and_torch_agree_on_what_is_left(hardware, nvml):
+    """The two sources of device-wide memory differ by no more than what changes between two readings."""
+    free_bytes, _ = torch.cuda.mem_get_info(CUDA0)
+    memory = nvml.device_memory(uuid=hardware.devices[0].uuid)
+    assert memory.free_bytes == pytest.approx(free_bytes, abs=512 * MIB)
+
+
+def test_a_wrapped_model_trains_on_the_card(hardware):
+    """The wrapped model moves to the card, runs a step there, and the clock waits for it."""
+    model = nn.Linear(16, 4)
+    wrapped = hardware.wrap(model, BatchSplit.even(global_batch_size=8, accumulation_steps=1, num_devices=1))
+    assert isinstance(wrapped, BalancedDataParallel)
+    with hardware.metered():
+        start = hardware.clock()
+        wrapped(torch.randn(8, 16)).sum().backward()
+        assert hardware.clock() > start
+    assert model.weight.grad.device == CUDA0
+
+
+def test_an_optimizers_state_moves_to_the_card(hardware):
+    """State made on the host follows its parameters to the card, and the next step runs."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    model.to(CUDA0)
+    hardware.prepare_optimizer(optimizer)
+    assert optimizer.state[model.weight]["exp_avg"].device == CUDA0
+    model(torch.randn(2, 4, device=CUDA0)).sum().backward()
+    optimizer.step()
+
+
+def test_all_visible_cards_are_resolved():
+    """Without devices the hardware is every card torch sees, each under its own UUID."""
+    devices = resolve_hardware(None).devices
+    assert [device.torch_device for device in devices] == [f"cuda:{index}" for index in range(len(devices))]
+    assert len(devices) == torch.cuda.device_count()
+    assert len({device.uuid for device in devices}) == len(devices)
