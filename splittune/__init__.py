@@ -1,10 +1,10 @@
 """splittune finds the batch split that trains fastest without running out of memory, and emits a config to train with.
 
-    from splittune import autotune
+from splittune import autotune
 
-    result = autotune(model, loader)
-    result.save("runs/split")
-    model = result.config.wrap(model)
+result = autotune(model, loader)
+result.save("runs/split")
+model = result.config.wrap(model)
 """
 
 from __future__ import annotations

@@ -8,12 +8,13 @@ import traceback
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
-from splittune.demo import DEMO_DEVICES, byte_gpt, train_under_config
+from splittune.demo import DEMO_DEVICES, DEMO_MAX_TRIALS, byte_gpt, train_under_config
 from splittune.errors import NoFeasibleSplitError, NvmlUnavailableError, SplittuneError
 from splittune.hardware import Hardware, resolve_hardware
 from splittune.hardware.nvml import Nvml
@@ -97,6 +98,7 @@ def tune_command(
 def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False) -> None:
     """Tune a small GPT on real text over four virtual GPUs, then train it under the config. No GPU needed."""
     check_writable(out)
+    torch.set_num_threads(1)  # the demo's operations are small: threads would cost more than they bring
     task = byte_gpt()
     hardware = resolve_hardware(DEMO_DEVICES)
     num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
@@ -106,7 +108,7 @@ def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False) -> None
         "modelled.\nAnother program holds most of GPU 0, as a notebook left open does.\n",
         highlight=False,
     )
-    result = _tune_and_save(task, hardware, out, quiet=quiet, max_trials=16)
+    result = _tune_and_save(task, hardware, out, quiet=quiet, max_trials=DEMO_MAX_TRIALS)
     show_result(result, console)
     console.print(f"\nWritten to {out}: split.json, trials.csv, devices.csv.\n", highlight=False)
     config = SplitConfig.load(out / "split.json")
@@ -136,7 +138,9 @@ def devices() -> None:
                 for process in device.processes or ()
             )
             memory = device.memory
-            total, used = ("unknown",) * 2 if memory is None else map(format_bytes, (memory.total_bytes, memory.used_bytes))
+            total, used = (
+                ("unknown",) * 2 if memory is None else map(format_bytes, (memory.total_bytes, memory.used_bytes))
+            )
             table.add_row(device.name, device.uuid, total, used, held_by or "nobody known")
         console.print(table)
     table = Table(
@@ -210,4 +214,3 @@ def _show_step(step: int, loss: float) -> None:
 def _fail(error: SplittuneError, code: int) -> None:
     Console(stderr=True).print(f"splittune: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(code)
-

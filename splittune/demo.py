@@ -18,6 +18,7 @@ from splittune.training import TrainingTask
 
 # Small cards, so that a model which trains on any CPU fills them; another program leaves 50 MiB of GPU 0.
 DEMO_DEVICES = "1xT400-4GB:occupied=3772MiB,3xT400-4GB"
+DEMO_MAX_TRIALS = 10
 DEMO_STEPS = 30
 # Modules that every CPython ships, long and of ordinary prose and code.
 SOURCES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "difflib.py", "doctest.py", "inspect.py", "typing.py")
@@ -31,7 +32,9 @@ class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
         folder = Path(sysconfig.get_paths()["stdlib"])
         texts = [path.read_bytes() for name in SOURCES if (path := folder / name).is_file()]
         if not texts:
-            raise FileNotFoundError(f"none of {', '.join(SOURCES)} in {folder}: the standard library's source is needed.")
+            raise FileNotFoundError(
+                f"none of {', '.join(SOURCES)} in {folder}: the standard library's source is needed."
+            )
         self._data = torch.frombuffer(bytearray(b"\n".join(texts)), dtype=torch.uint8)
         self._context = context
 
@@ -61,7 +64,8 @@ class Block(nn.Module):
         query, key, value = (t.view(num_samples, length, self.num_heads, -1).transpose(1, 2) for t in qkv)
         heads = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.from_heads(heads.transpose(1, 2).reshape(num_samples, length, width))
-        return x + self.mlp(self.norm_mlp(x))
+        residual: Tensor = self.mlp(self.norm_mlp(x))
+        return x + residual
 
 
 class ByteGPT(nn.Module):
@@ -77,7 +81,9 @@ class ByteGPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        logits: Tensor = self.to_logits(self.norm(self.blocks(self.embed_byte(tokens) + self.embed_position(positions))))
+        logits: Tensor = self.to_logits(
+            self.norm(self.blocks(self.embed_byte(tokens) + self.embed_position(positions)))
+        )
         return logits
 
 

@@ -20,9 +20,9 @@ _EXPECTED = (
 def load_task(target: str) -> TrainingTask:
     """The task that ``FILE.py:FUNCTION`` returns.
 
-    The file is imported under its own name with its folder on ``sys.path``, as ``python FILE.py`` would have it; code
-    under ``if __name__ == "__main__"`` is not run. An exception of the file or the function is the user's own, and
-    passes through as the cause of the error, with its traceback.
+    The file is imported under its own name, unless a module of that name is loaded already, with its folder on
+    ``sys.path``, as ``python FILE.py`` would have it; code under ``if __name__ == "__main__"`` is not run. An exception
+    of the file or the function is the user's own, and passes through as the cause of the error, with its traceback.
 
     Raises:
         ConfigError: malformed, no such file or function, it raised, or returned something else.
@@ -38,10 +38,10 @@ def load_task(target: str) -> TrainingTask:
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and value_is_from(value, module)]
         found = f"it defines {', '.join(names)}" if names else "it defines no function"
-        raise ConfigError(f"{file_name} has no function {function_name!r}: {found}. {_EXPECTED.capitalize()}.")
+        raise ConfigError(f"{file_name} has no function {function_name!r}: {found}; {_EXPECTED}.")
     task = _call(function, target)
     if not isinstance(task, TrainingTask):
-        raise ConfigError(f"{target} returned a {type(task).__name__}: {_EXPECTED}.")
+        raise ConfigError(f"{target} returned an object of type {type(task).__name__}: {_EXPECTED}.")
     return task
 
 
@@ -51,15 +51,16 @@ def value_is_from(value: object, module: ModuleType) -> bool:
 
 
 def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem if path.stem not in sys.modules else f"job_{path.stem}"  # a file called random.py, say
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be imported as a Python file: {_EXPECTED}.")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = module  # pickling, and data loaders' workers, look the module up by its name
+    sys.modules[name] = module  # pickling, and data loaders' workers, look the module up by its name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that parses its own command line exits
         raise ConfigError(f"importing {path} raised {type(error).__name__}: {error}. Mend the file first.") from error
     return module
 
@@ -67,7 +68,7 @@ def _import(path: Path) -> ModuleType:
 def _call(function: Callable[[], object], target: str) -> object:
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{target} raised {type(error).__name__}: {error}. It is called without arguments and must return a "
             "TrainingTask."

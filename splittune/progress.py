@@ -1,4 +1,4 @@
-"""Shows a search and its result to people: a live bar in a terminal or notebook, plain lines elsewhere, or nothing."""
+"""Shows a search and its result to people: a live bar in a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -28,43 +28,44 @@ _WORDS = {
 
 
 def reporter_for(progress: bool, console: Console | None = None) -> ConsoleReporter | SilentReporter:
-    """A reporter on standard error, so that standard output stays the caller's; a silent one for False."""
-    return ConsoleReporter(console or Console(stderr=True)) if progress else SilentReporter()
+    """A reporter on standard error, so that standard output stays the caller's; a silent one for False.
+
+    Notebooks get plain lines on standard output: they show the other one as if something were wrong.
+    """
+    if not progress:
+        return SilentReporter()
+    if console is None and Console().is_jupyter:
+        console = Console(force_jupyter=False, force_terminal=False, width=160)
+    return ConsoleReporter(console or Console(stderr=True))
 
 
 def describe_trial(trial: Trial) -> str:
     """One line on a finished trial: what was measured, how it went, and why this split was tried."""
     measurement = trial.measurement
-    return f"{_shape_of(measurement.split):<34} {_result_of(measurement):<58} {trial.reason}"
+    return f"{_shape_of(measurement.split):<22} {_result_of(measurement):<44} {trial.reason}"
 
 
 def show_result(result: TuneResult, console: Console) -> None:
     """The baseline beside the best, and where every device's memory went under each."""
     modelled = ", modelled" if result.config.is_modelled else ""
     rows = [("even split", result.baseline), ("tuned split", result.best)]
-    table = Table("", "accumulation steps", "shards", f"samples/s{modelled}", "step time", title="Baseline and best")
+    table = Table("", "steps x shards", f"samples/s{modelled}", "time of a step", title="Baseline and best")
     for name, measurement in rows:
         if measurement is None:
-            table.add_row(name, "", "", "fits at no number of steps", "")
-            continue
-        split = measurement.split
-        table.add_row(
-            name,
-            str(split.accumulation_steps),
-            " + ".join(map(str, split.shard_sizes)),
-            _speed_of(measurement).removesuffix(" samples/s"),
-            format_time(measurement.step_time_s or 0.0),
-        )
+            table.add_row(name, "fits at no number of steps", "", "")
+        else:
+            speed = _speed_of(measurement).removesuffix(" samples/s")
+            table.add_row(name, _shape_of(measurement.split), speed, format_time(measurement.step_time_s or 0.0))
     console.print(table)
     if result.speedup is not None:
         console.print(f"{result.speedup:.2f} times the even split's throughput{modelled}.", highlight=False)
-    memory = Table("memory at the peak", *(name for name, m in rows if m is not None), title="Devices")
+    console.print("\nMemory at the peak   # held by others   = this job   . free", highlight=False, markup=False)
     for index, device in enumerate(result.config.devices):
-        memory.add_row(
-            f"GPU {index}  {device.name}", *(_memory_bar(m.memory[index]) for _, m in rows if m is not None and m.memory)
-        )
-    console.print(memory)
-    console.print("# held by others   = this job   . free", highlight=False, markup=False)
+        for name, measurement in rows:
+            if measurement is not None and measurement.memory:
+                title = f"GPU {index}  {device.name}" if name == rows[0][0] else ""
+                bar = _memory_bar(measurement.memory[index])
+                console.print(f"{title:<18} {name:<12} {bar}", highlight=False, markup=False)
 
 
 def show_memory_plan(config: SplitConfig, peaks: Sequence[DeviceMemory], console: Console) -> None:
@@ -81,12 +82,12 @@ def show_memory_plan(config: SplitConfig, peaks: Sequence[DeviceMemory], console
     console.print(table)
 
 
-def _memory_bar(memory: DeviceMemory, width: int = 24) -> str:
+def _memory_bar(memory: DeviceMemory, width: int = 16) -> str:
     """``####====......`` for what others hold, what this job took, and what was left."""
     outside = round(width * memory.outside_bytes / memory.total_bytes)
     taken = min(round(width * memory.peak_reserved_bytes / memory.total_bytes), width - outside)
     bar = "#" * outside + "=" * taken + "." * (width - outside - taken)
-    return f"{bar} {format_bytes(memory.peak_reserved_bytes)}, {format_bytes(memory.headroom_bytes)} left"
+    return f"{bar}  {format_bytes(memory.peak_reserved_bytes)}, {format_bytes(memory.headroom_bytes)} left"
 
 
 class SilentReporter:
@@ -112,11 +113,11 @@ class ConsoleReporter:
             SpinnerColumn(),
             TextColumn("trial"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=10),
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
             console=console,
-            disable=not (console.is_terminal or console.is_jupyter),
+            disable=not console.is_terminal,
             transient=True,
         )
         self._bar = self._progress.add_task("", total=None)
@@ -137,9 +138,9 @@ class ConsoleReporter:
         self._progress.start()
 
     def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None:
-        what = "once more, in whole steps" if in_whole_steps else "measuring"
-        best = "" if self._best is None else f"; best so far {_shape_of(self._best.split)}, {_speed_of(self._best)}"
-        self._progress.update(self._bar, description=f"{what}: {_shape_of(split)}{best}{self._modelled}")
+        what = "in whole steps" if in_whole_steps else "measuring"
+        best = "" if self._best is None else f"; best {_shape_of(self._best.split)}, {_speed_of(self._best)}"
+        self._progress.update(self._bar, description=f"{what} {_shape_of(split)}{best}{self._modelled}")
 
     def on_trial(self, trial: Trial) -> None:
         measurement = trial.measurement

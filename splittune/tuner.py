@@ -11,9 +11,9 @@ import torch
 from torch import nn, optim
 
 from splittune.hardware import Hardware, resolve_hardware
-from splittune.progress import reporter_for
 from splittune.profiling.measurement import Measurement
 from splittune.profiling.profiler import Profiler
+from splittune.progress import reporter_for
 from splittune.results import SplitConfig, TuneResult
 from splittune.search import SearchResult, Trial, find_best_split
 from splittune.split import BatchSplit, SplitSpace

@@ -9,7 +9,7 @@ GIB = 1024**3
 
 def format_bytes(num_bytes: float) -> str:
     """Bytes as people read them: GiB from 1 GiB up, else MiB (``1610612736`` gives ``'1.50 GiB'``)."""
-    if abs(num_bytes) >= GIB:
+    if abs(num_bytes) >= GIB - 0.05 * MIB:  # what would round to 1024.0 MiB
         return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / MIB:.1f} MiB"
 

@@ -115,6 +115,10 @@ class Hardware(Protocol):
         """Peaks since the last `reset_peaks`, with what others hold now."""
         ...
 
+    def locate(self, error: BaseException) -> int | None:
+        """The index of the device whose memory an out-of-memory error is about; None where its message does not tell."""
+        ...
+
     def recover(self) -> None:
         """Collect garbage and hand cached memory back, on every device. Call it outside any except block."""
         ...

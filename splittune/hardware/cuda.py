@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,6 +122,12 @@ class CudaHardware:
         with 2 GiB outside and a cap of 12 GiB the total is 14 GiB, and 10 GiB at the peak leaves 2 GiB.
         """
         return tuple(self._memory_of(index) for index in range(len(self._devices)))
+
+    def locate(self, error: BaseException) -> int | None:
+        """The device that torch's message names by its ordinal: ``"GPU 1 has a total capacity of"``."""
+        named = re.search(r"\bGPU (\d+) has a total capacity", str(error))
+        ordinals = [device.index for device in self._torch_devices]
+        return ordinals.index(int(named[1])) if named is not None and int(named[1]) in ordinals else None
 
     def recover(self) -> None:
         """Collect garbage and hand cached memory back, on every device. Call it outside any except block."""

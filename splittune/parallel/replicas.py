@@ -155,9 +155,7 @@ def _caller_state() -> Callable[[], ExitStack]:
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
-    autocasts = [
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)
-    ]
+    autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
 
     def enter() -> ExitStack:
         stack = ExitStack()

@@ -48,8 +48,8 @@ class Measurement:
 
     def __post_init__(self) -> None:
         times = (*self.micro_step_times_s, *self.update_times_s, *self.whole_step_times_s)
-        if any(not time > 0 for time in times):
-            raise ValueError(f"a measured time is not above 0: {times}. A step that did not run is not measured.")
+        if any(not 0 < time < float("inf") for time in times):
+            raise ValueError(f"a measured time is not above 0 and finite: {times}. What did not run is not measured.")
         ran = bool(self.micro_step_times_s and self.update_times_s) or bool(self.whole_step_times_s)
         if self.outcome in (Outcome.OK, Outcome.NO_HEADROOM) and not ran:
             raise ValueError(f"outcome {self.outcome.value} without a measured step: a trial counts only if it ran.")
@@ -57,6 +57,8 @@ class Measurement:
             raise ValueError(f"outcome {self.outcome.value} with times {times}: a failed trial has none.")
         if self.memory and len(self.memory) != self.split.num_devices:
             raise ValueError(f"{len(self.memory)} memory readings for a split over {self.split.num_devices} devices.")
+        if self.device_busy_s is not None and len(self.device_busy_s) != self.split.num_devices:
+            raise ValueError(f"{len(self.device_busy_s)} busy times for a split over {self.split.num_devices} devices.")
 
     @property
     def micro_step_time_s(self) -> float | None:
@@ -93,9 +95,7 @@ class Measurement:
 
     def lacks_headroom(self, min_headroom_bytes: int | Sequence[int]) -> tuple[DeviceMemory, int] | None:
         """The device furthest below its demanded headroom and that demand; None when every device keeps it."""
-        demands = (
-            [min_headroom_bytes] * len(self.memory) if isinstance(min_headroom_bytes, int) else min_headroom_bytes
-        )
+        demands = [min_headroom_bytes] * len(self.memory) if isinstance(min_headroom_bytes, int) else min_headroom_bytes
         if self.memory and len(demands) != len(self.memory):
             raise ValueError(f"{len(demands)} headroom demands for {len(self.memory)} devices: give one for each.")
         lacking = [(m, d) for m, d in zip(self.memory, demands, strict=False) if m.headroom_bytes < d]

@@ -65,19 +65,22 @@ class Profiler:
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    lacking = str(error).splitlines()[0]
+                    lacking = _describe(error, self._hardware.locate(error))
                     memory = self._hardware.memory()
         finally:
             # The except block is left: no frame of a failed step holds tensors any more, so they can be collected.
-            self._hardware.recover()
-            self._snapshot.restore()
+            try:
+                self._hardware.recover()
+            finally:
+                self._snapshot.restore()
         if lacking is not None:
             return Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY, memory=memory, message=lacking)
         return recorder.measurement(split).judged(self._min_headroom_bytes)
 
     def _start(self, split: BatchSplit) -> TrainingStep:
         model = self._hardware.wrap(self._task.model, split)
-        model.train()
+        if not self._task.model.training:  # else the modes stay: a job may keep a frozen part of its model in eval mode
+            model.train()
         optimizer = self._task.make_optimizer()
         self._hardware.prepare_optimizer(optimizer)
         return TrainingStep(self._task, model, optimizer, split, self._samples)
@@ -114,3 +117,9 @@ class Profiler:
             return False
         recent = rounds_s[-MIN_ROUNDS:]
         return len(rounds_s) == MAX_ROUNDS or max(recent) - min(recent) <= SETTLED_RELATIVE_SPREAD * median(recent)
+
+
+def _describe(error: BaseException, device: int | None) -> str:
+    """The error in one line, led by the device it is about where that is known: the search reads it there."""
+    first_line = next(iter(str(error).splitlines()), type(error).__name__)
+    return first_line if device is None else f"device {device}: {first_line}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import comb
 from typing import overload
 
 from splittune.split import BatchSplit, SplitSpace, even_shards, shards_with_gpu0
 
-MAX_CANDIDATES = 200_000
+MAX_CANDIDATES = 100_000
 """Above this many splits the list holds a grid of them; see `Candidates`."""
 
 
@@ -20,9 +21,10 @@ class Candidates(Sequence[BatchSplit]):
 
     - of several accumulation steps with the same largest micro-batch only the fewest are kept, since more of them run
       more micro-steps of the same size;
-    - shares move in grains. In a micro-batch of m samples a grain is m // R, and R the largest power of two from 1024
-      down to 1 with which the list holds at most `limit`: each device after GPU 0 gets ``min_shard_size`` plus whole
-      grains, and GPU 0 the rest. ``shares="each"`` always holds, besides, what ``shares="gpu0"`` would.
+    - shares move in grains. In a micro-batch of m samples a grain is m // R, and R the largest power of two, 1024 at
+      most, with which the list holds at most `limit`. Under ``shares="gpu0"`` GPU 0 gets ``min_shard_size`` plus whole
+      grains. Under ``shares="each"`` every device after GPU 0 does, GPU 0 gets the rest, and the list holds besides
+      what it would under ``shares="gpu0"``.
 
     The even splits are always in it. Example: 64 samples over 8 devices with ``shares="each"`` have about 1.5 billion
     splits; their grains are an eighth of the micro-batch.
@@ -31,6 +33,7 @@ class Candidates(Sequence[BatchSplit]):
     def __init__(self, space: SplitSpace, *, limit: int = MAX_CANDIDATES) -> None:
         self.space = space
         self.is_thinned = _most_splits(space) > limit
+        self._resolution = _finest_resolution(space, limit) if self.is_thinned else None
         splits = _thinned(space, limit) if self.is_thinned else list(space)
         self._splits = tuple(splits)
         self._index = {(split.accumulation_steps, split.shard_sizes): i for i, split in enumerate(splits)}
@@ -52,6 +55,21 @@ class Candidates(Sequence[BatchSplit]):
     def find(self, accumulation_steps: int, shard_sizes: Sequence[int]) -> int | None:
         """The index of this very split; None where it is no candidate."""
         return self._index.get((accumulation_steps, tuple(shard_sizes)))
+
+    def near(self, accumulation_steps: int, shard_sizes: Sequence[int]) -> int | None:
+        """The index of this split or, in a thinned list, of the one with its shares rounded to grains; else None."""
+        exact = self.find(accumulation_steps, shard_sizes)
+        if exact is not None or self._resolution is None:
+            return exact
+        micro_batch_size, smallest = sum(shard_sizes), self.space.min_shard_size
+        grain = max(1, micro_batch_size // self._resolution)
+        if self.space.shares == "gpu0":
+            gpu0_bsz = smallest + round((shard_sizes[0] - smallest) / grain) * grain
+            if gpu0_bsz > micro_batch_size:
+                return None
+            return self.find(accumulation_steps, shards_with_gpu0(micro_batch_size, len(shard_sizes), gpu0_bsz))
+        others = [smallest + round((shard - smallest) / grain) * grain for shard in shard_sizes[1:]]
+        return self.find(accumulation_steps, (micro_batch_size - sum(others), *others))
 
     def index(self, split: BatchSplit, start: int = 0, stop: int | None = None) -> int:
         """The index of this split, at once; a ``ValueError`` where it is no candidate."""
@@ -105,12 +123,35 @@ def _most_splits(space: SplitSpace) -> int:
     return sum(micro_batch_size + 1 for _, micro_batch_size in _largest_micro_batches(space))
 
 
+def _kept_micro_batches(space: SplitSpace) -> dict[int, int]:
+    """From the size of a largest micro-batch to the fewest accumulation steps that have it."""
+    return {micro_batch_size: steps for steps, micro_batch_size in reversed(list(_largest_micro_batches(space)))}
+
+
+def _finest_resolution(space: SplitSpace, limit: int) -> int:
+    """The largest R with which `space` has at most `limit` splits, see `Candidates`."""
+    kept = _kept_micro_batches(space)
+    powers = (2**exponent for exponent in range(10, 0, -1))
+    return next((r for r in powers if sum(_count(space, m, max(1, m // r)) for m in kept) <= limit), 1)
+
+
+def _count(space: SplitSpace, micro_batch_size: int, grain: int) -> int:
+    """At most how many splits of one micro-batch move in grains."""
+    if space.shares == "gpu0":
+        return micro_batch_size // grain + 2
+    grains = (micro_batch_size - space.num_devices * space.min_shard_size) // grain
+    return comb(grains + space.num_devices - 1, space.num_devices - 1)
+
+
 def _thinned(space: SplitSpace, limit: int) -> list[BatchSplit]:
-    kept = {micro_batch_size: steps for steps, micro_batch_size in reversed(list(_largest_micro_batches(space)))}
-    resolution = next((r for r in (2**power for power in range(10, 0, -1)) if _count(space, kept, r) <= limit), 1)
+    resolution = _finest_resolution(space, limit)
+    gpu0_only = replace(space, shares="gpu0")
+    gpu0_resolution = _finest_resolution(gpu0_only, limit)
     splits = []
-    for micro_batch_size, steps in sorted(kept.items(), reverse=True):
-        shards = set(_grid(space, micro_batch_size, max(1, micro_batch_size // resolution)))
+    for micro_batch_size, steps in sorted(_kept_micro_batches(space).items(), reverse=True):
+        shards = set(_gpu0_grid(gpu0_only, micro_batch_size, max(1, micro_batch_size // gpu0_resolution)))
+        if space.shares == "each":
+            shards |= set(_each_grid(space, micro_batch_size, max(1, micro_batch_size // resolution)))
         for shard_sizes in sorted(shards):
             split = BatchSplit(
                 global_batch_size=space.global_batch_size, accumulation_steps=steps, shard_sizes=shard_sizes
@@ -120,30 +161,18 @@ def _thinned(space: SplitSpace, limit: int) -> list[BatchSplit]:
     return splits
 
 
-def _count(space: SplitSpace, micro_batch_sizes: Iterable[int], resolution: int) -> int:
-    """At most how many splits grains of m // `resolution` leave."""
-    total = 0
-    for micro_batch_size in micro_batch_sizes:
-        grain = max(1, micro_batch_size // resolution)
-        grains = (micro_batch_size - space.num_devices * space.min_shard_size) // grain
-        total += micro_batch_size // grain + 2
-        if space.shares == "each":
-            total += comb(grains + space.num_devices - 1, space.num_devices - 1)
-    return total
+def _gpu0_grid(space: SplitSpace, micro_batch_size: int, grain: int) -> Iterator[tuple[int, ...]]:
+    yield even_shards(micro_batch_size, space.num_devices)
+    if space.num_devices > 1:
+        for gpu0_bsz in range(space.min_shard_size, micro_batch_size + 1, grain):
+            yield shards_with_gpu0(micro_batch_size, space.num_devices, gpu0_bsz)
 
 
-def _grid(space: SplitSpace, micro_batch_size: int, grain: int) -> Iterator[tuple[int, ...]]:
+def _each_grid(space: SplitSpace, micro_batch_size: int, grain: int) -> Iterator[tuple[int, ...]]:
     smallest, num_devices = space.min_shard_size, space.num_devices
-    yield even_shards(micro_batch_size, num_devices)
-    if num_devices == 1:
-        return
-    for gpu0_bsz in range(smallest, micro_batch_size + 1, grain):
-        yield shards_with_gpu0(micro_batch_size, num_devices, gpu0_bsz)
-    if space.shares == "each":
-        grains = (micro_batch_size - num_devices * smallest) // grain
-        for counts in _at_most(grains, num_devices - 1):
-            others = tuple(smallest + count * grain for count in counts)
-            yield (micro_batch_size - sum(others), *others)
+    for counts in _at_most((micro_batch_size - num_devices * smallest) // grain, num_devices - 1):
+        others = tuple(smallest + count * grain for count in counts)
+        yield (micro_batch_size - sum(others), *others)
 
 
 def _at_most(total: int, num_parts: int) -> Iterator[tuple[int, ...]]:

@@ -15,6 +15,9 @@ from splittune.search.view import View
 if TYPE_CHECKING:
     from splittune.search.candidates import Candidates
 
+PATIENCE = 3
+"""Uneven splits to try at one number of accumulation steps, where none fits, before looking elsewhere."""
+
 
 class CoarseToFineSampler(CandidateSampler):
     """Deterministic search in four stages, each a pure function of what was measured. The baseline comes before.
@@ -25,7 +28,7 @@ class CoarseToFineSampler(CandidateSampler):
     2. Around the best: shares in proportion to the devices' measured speed, then moves of samples from one device to
        another, longer while they gain and halved when they do not; then one step fewer and one more.
     3. The same moves, down to single samples.
-    4. The even splits with more steps than the baseline, then whatever is open nearest to the best.
+    4. The even splits with more steps than the baseline, as long as they gain; then whatever is open nearest to the best.
 
     It needs no seed: no choice is left to chance, and equals go to the first.
     """
@@ -36,7 +39,7 @@ class CoarseToFineSampler(CandidateSampler):
 
     def propose(self, attempts: Sequence[Attempt]) -> Proposal:
         view = View(self.candidates, attempts)
-        for stage in (self._fewer_steps, self._around_best, self._single_samples, self._more_steps, self._any):
+        for stage in (self._fewer_steps, self._around_best, self._single_samples, self._more_steps, self._put_off, self._any):
             proposal = next(stage(view), None)
             if proposal is not None:
                 return proposal
@@ -85,11 +88,24 @@ class CoarseToFineSampler(CandidateSampler):
             yield from self._moves(view, view.best, 1)
 
     def _more_steps(self, view: View) -> Iterator[Proposal]:
-        fewest = 0 if view.baseline is None else view.baseline.split.accumulation_steps
+        if view.baseline is None:
+            return
+        fewest, reached = view.baseline.split.accumulation_steps, view.baseline.throughput
         for split in self.candidates.even_splits:
-            if split.accumulation_steps > fewest and view.is_open(split):
+            if split.accumulation_steps <= fewest:
+                continue
+            if view.is_open(split):
                 reason = f"even split at k={split.accumulation_steps}: more steps than the baseline"
                 yield Proposal(index=self.candidates.index(split), reason=reason)
+            if view.throughput_of(split) <= reached:
+                return
+            reached = view.throughput_of(split)
+
+    def _put_off(self, view: View) -> Iterator[Proposal]:
+        if view.best is not None:
+            place = self.candidates.steps.index(view.best.split.accumulation_steps)
+            for steps in reversed(self.candidates.steps[:place]):
+                yield from self._largest_shares(view, steps, patience=len(self.candidates))
 
     def _any(self, view: View) -> Iterator[Proposal]:
         centre = self.candidates[-1] if view.best is None else view.best.split
@@ -104,10 +120,13 @@ class CoarseToFineSampler(CandidateSampler):
         """Samples that make no difference yet: 1/16 of an even share."""
         return max(1, micro_batch_size // (16 * self.candidates.space.num_devices))
 
-    def _largest_shares(self, view: View, steps: int) -> Iterator[Proposal]:
-        """The most even split that fits in this many steps, or the next trial on the way to it."""
+    def _largest_shares(self, view: View, steps: int, patience: int = PATIENCE) -> Iterator[Proposal]:
+        """The most even split that fits in this many steps, or the next trial on the way to it.
+
+        Where nothing fitted in `patience` uneven trials, there may be nothing that fits: this is put off.
+        """
         finder = self._finder(view, steps)
-        if _cannot_gain(view, finder, steps):
+        if _cannot_gain(view, finder, steps) or _is_in_vain(view, steps, patience):
             return
         shards = finder.wanted()
         index = None if shards is None else view.open_at(steps, shards)
@@ -161,6 +180,12 @@ class CoarseToFineSampler(CandidateSampler):
                     break
                 length //= 2
         yield from (proposal for _, proposal in sorted(proposals, key=lambda pair: -pair[0]))
+
+
+def _is_in_vain(view: View, steps: int, patience: int) -> bool:
+    """True when `patience` trials in this many steps, the even split aside, found nothing that fits."""
+    failures = sum(not view.is_even(attempt.split) for attempt in view.at(steps))
+    return failures >= patience and view.throughput_at(steps) == 0
 
 
 def _cannot_gain(view: View, finder: ShareFinder, steps: int) -> bool:

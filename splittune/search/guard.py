@@ -46,8 +46,11 @@ class GuardedSampler(BaseSampler):
         """Close the candidates this attempt measured or ruled out."""
         self._attempts.append(attempt)
         for steps, indices in self._open.items():
-            splits = ((index, self._candidates[index]) for index in indices)
-            self._open[steps] = [i for i, split in splits if split != attempt.split and not attempt.rules_out(split)]
+            if steps == attempt.split.accumulation_steps or attempt.lacks_memory:
+                splits = ((index, self._candidates[index]) for index in indices)
+                self._open[steps] = [
+                    i for i, split in splits if split != attempt.split and not attempt.rules_out(split)
+                ]
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
         self._inner = self._make_inner(len(self._attempts))

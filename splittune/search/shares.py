@@ -37,22 +37,25 @@ class Limits:
 def limits_of(
     group: Group, attempts: Sequence[Attempt], accumulation_steps: int, micro_batch_size: int, smallest: int
 ) -> Limits:
-    """What the attempts say about `group` at this many steps; a failure nobody can place counts for its suspects."""
+    """What the attempts say about `group` at this many steps; a failure nobody can place counts for its suspects.
+
+    What GPU 0 holds grows with the micro-batch too, and with accumulation by one copy of the gradients; what the
+    others hold depends on their shards alone.
+    """
     fits, fails = smallest - 1, micro_batch_size + 1
     for attempt in attempts:
-        split = attempt.split
-        largest = max(split.shard_sizes[device] for device in group)
-        ran = attempt.measurement.throughput is not None
-        as_demanding = split.micro_batch_size >= micro_batch_size and (
+        split, short = attempt.split, attempt.suspects & set(group)
+        harder = split.micro_batch_size >= micro_batch_size and (
             split.accumulation_steps > 1 or accumulation_steps == 1
         )
-        if ran and as_demanding and not attempt.suspects & set(group):
-            fits = max(fits, largest)
-        no_more_demanding = split.micro_batch_size <= micro_batch_size and (
+        easier = split.micro_batch_size <= micro_batch_size and (
             split.accumulation_steps == 1 or accumulation_steps > 1
         )
-        if attempt.lacks_memory and no_more_demanding:
-            fails = min([fails, *(split.shard_sizes[device] for device in attempt.suspects & set(group))])
+        ran = attempt.measurement.throughput is not None
+        if ran and not short and (harder or 0 not in group):
+            fits = max([fits, *(split.shard_sizes[device] for device in group)])
+        if short and (easier or 0 not in group):
+            fails = min([fails, *(split.shard_sizes[device] for device in short)])
     return Limits(fits=min(fits, fails - 1), fails=fails)
 
 
@@ -118,19 +121,23 @@ class ShareFinder:
         return min(fits + step, (fits + fails) // 2)
 
     def _raise_to_fill(self, amounts: dict[int, int]) -> bool:
-        """Every group is limited: raise their amounts, the last group's first, until the micro-batch is placed."""
+        """Every group is limited: place what is missing in proportion to the room below the limits, if it suffices."""
         missing = self.micro_batch_size - sum(amounts.values())
-        for i in reversed(range(len(self.groups))):
-            room = (self.limits[i].fails - 1) * len(self.groups[i]) - amounts[i]
-            added = min(missing, room)
-            amounts[i] += added
-            missing -= added
-        return missing == 0
+        rooms = {i: (self.limits[i].fails - 1) * len(self.groups[i]) - amounts[i] for i in amounts}
+        if missing > sum(rooms.values()):
+            return False
+        raised = {i: missing * room // max(1, sum(rooms.values())) for i, room in rooms.items()}
+        for i in reversed(rooms):
+            raised[i] += min(missing - sum(raised.values()), rooms[i] - raised[i])
+        for i, amount in raised.items():
+            amounts[i] += amount
+        return True
 
     def _shards(self, amounts: dict[int, int]) -> tuple[int, ...]:
         free = self._free(amounts)
         rest = self.micro_batch_size - sum(amounts.values())
-        shards = dict(zip(free, even_shards(rest, len(free)), strict=True)) if free else {}
+        spread = even_shards if 0 in free else spread_evenly
+        shards = dict(zip(free, spread(rest, len(free)), strict=True)) if free else {}
         for i, amount in amounts.items():
             shards.update(zip(self.groups[i], spread_evenly(amount, len(self.groups[i])), strict=True))
         return tuple(shards[device] for device in sorted(shards))

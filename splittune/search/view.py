@@ -19,6 +19,7 @@ class View:
         self.attempts = attempts
         self._candidates = candidates
         self._measured = {attempt.split: attempt for attempt in attempts}
+        self._even = frozenset(candidates.even_splits)
         self.best = best_attempt(attempts)
         self.baseline = baseline_attempt(candidates.even_splits, attempts)
 
@@ -30,13 +31,19 @@ class View:
         """The best samples/s reached in this many steps; 0 where nothing fitted."""
         return max((attempt.throughput for attempt in self.at(steps)), default=0.0)
 
+    def throughput_of(self, split: BatchSplit) -> float:
+        """The samples/s of this split; 0 where it was not measured or does not fit."""
+        return self._measured[split].throughput if split in self._measured else 0.0
+
     def is_open(self, split: BatchSplit) -> bool:
         """Neither measured nor ruled out."""
         return split not in self._measured and not is_hopeless(split, self.attempts)
 
+    def is_even(self, split: BatchSplit) -> bool:
+        """True for the even split."""
+        return split in self._even
+
     def open_at(self, steps: int, shard_sizes: Sequence[int]) -> int | None:
-        """The index of this split, or of the nearest where the list is thinned; None where that is not open."""
-        index = self._candidates.find(steps, shard_sizes)
-        if index is None and self._candidates.is_thinned:
-            index = self._candidates.nearest(shard_sizes, self._candidates.at(steps))
+        """The index of this split, see `Candidates.near`; None where it is no candidate or not open."""
+        index = self._candidates.near(steps, shard_sizes)
         return index if index is not None and self.is_open(self._candidates[index]) else None

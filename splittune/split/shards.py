@@ -57,7 +57,9 @@ def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int]) -> tuple[int, 
         InvalidSplitError: the micro-batch is larger than the sum of the shards: somebody would exceed their share.
     """
     tuned = sum(shard_sizes)
-    if not 0 <= micro_batch_size <= tuned:
+    if micro_batch_size < 0:
+        raise InvalidSplitError(f"a micro-batch of {micro_batch_size} samples: expected at least 0.")
+    if micro_batch_size > tuned:
         arithmetic = " + ".join(map(str, shard_sizes))
         raise InvalidSplitError(
             f"a micro-batch of {micro_batch_size} samples does not fit the tuned shards {arithmetic} = {tuned}: "

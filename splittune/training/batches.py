@@ -48,15 +48,14 @@ def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> 
             f"loader is a {type(loader).__name__}, an iterator: reading it would take batches away from training. "
             "Expected what can be iterated over again, a DataLoader or a list of batches. Pass that instead of iter(it)."
         )
-    try:
-        iterator = iter(loader)
-    except TypeError as error:
+    given: object = loader
+    if not isinstance(given, Iterable) and not hasattr(given, "__getitem__"):
         raise ConfigError(
             f"loader is a {type(loader).__name__}, which cannot be iterated: expected a DataLoader or a list of batches."
-        ) from error
+        )
     best: tuple[float, Any, int] | None = None
     largest = 0
-    for number, batch in enumerate(itertools.islice(iterator, num_batches)):
+    for number, batch in enumerate(itertools.islice(loader, num_batches)):
         try:
             size = batch_size_of(batch)
         except ConfigError as error:

@@ -64,8 +64,8 @@ def infer_loss(output: Any, targets: Any) -> tuple[Tensor, str]:
     """The loss where the user gave no function, and what was inferred, in words.
 
     A scalar output is the loss; an output with ``.loss`` or ``["loss"]`` carries it; else cross-entropy for integer
-    targets (classes along the last dimension where the targets have the output's other ones, else along dimension 1),
-    and mean squared error for floating targets of the output's shape.
+    targets (two or more classes, along the last dimension where the targets have the output's other ones, else along
+    dimension 1), and mean squared error for floating targets of the output's shape.
 
     Raises:
         ConfigError: none of these applies; the message shows both shapes.
@@ -77,10 +77,13 @@ def infer_loss(output: Any, targets: Any) -> tuple[Tensor, str]:
         return output, "the model's output, a scalar"
     if isinstance(output, Tensor) and isinstance(targets, Tensor):
         is_index = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
-        if is_index and output.dim() >= 2 and targets.shape == output.shape[:-1]:
-            return functional.cross_entropy(output.flatten(0, -2), targets.flatten()), "cross-entropy, classes last"
-        if is_index and output.dim() >= 2 and targets.shape == output.shape[:1] + output.shape[2:]:
-            return functional.cross_entropy(output, targets), "cross-entropy, classes along dimension 1"
+        if is_index and output.dim() >= 2:
+            # Of a single class the loss is 0 whatever the output: that is some other loss, a binary one say
+            if targets.shape == output.shape[:-1] and output.shape[-1] > 1:
+                loss = functional.cross_entropy(output.flatten(0, -2), targets.flatten().long())
+                return loss, "cross-entropy, classes last"
+            if targets.shape == output.shape[:1] + output.shape[2:] and output.shape[1] > 1:
+                return functional.cross_entropy(output, targets.long()), "cross-entropy, classes along dimension 1"
         if targets.is_floating_point() and targets.shape == output.shape:
             return functional.mse_loss(output, targets), "mean squared error"
     raise ConfigError(

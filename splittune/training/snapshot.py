@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,51 +16,86 @@ class Snapshot:
     """Model, optimizer, random number generators and the loader's generators at one moment.
 
     Kept: every parameter and buffer (which object, its values, its device), gradients, requires_grad, train or eval mode
-    of each submodule, the optimizer's state and groups, the generators of torch on the CPU and each CUDA device, of
-    Python and of NumPy where it is loaded, and those the loader was given. `restore` puts all of it back into the same
-    objects and may be called any number of times. Gradients are taken off the parameters, so that they hold no device
-    memory meanwhile. Python attributes that a forward pass assigns are not tensors, and are not kept.
+    of each submodule, the optimizer's state, groups and parameters, the generators of torch on the CPU and each CUDA
+    device, of Python and of NumPy where it is loaded, and those the loader was given. `restore` puts all of it back into
+    the same objects and may be called any number of times. Gradients are taken off the parameters, so that they hold no
+    device memory meanwhile. Other attributes of modules, optimizer and loader get back the object they held; what became
+    of the inside of that object, a list that grew say, is not undone.
+
+    Args:
+        model: what is trained.
+        optimizer: the one that trains it, where it exists already.
+        loader: what gives the batches.
+        others: further modules of the job, a loss with parameters of its own say.
     """
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer | None = None, loader: Iterable[Any] = ()) -> None:
-        self._modules = [_SavedModule(module) for module in model.modules()]
-        unique = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        self._tensors = [_SavedTensor(tensor) for tensor in unique.values()]
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer | None = None,
+        loader: Iterable[Any] = (),
+        *,
+        others: Sequence[nn.Module] = (),
+    ) -> None:
+        modules = list(dict.fromkeys(module for root in (model, *others) for module in root.modules()))
+        groups = [] if optimizer is None else optimizer.param_groups
+        tensors = [tensor for root in (model, *others) for tensor in (*root.parameters(), *root.buffers())]
+        tensors += [parameter for group in groups for parameter in group["params"]]
+        self._modules = [_SavedModule(module) for module in modules]
+        self._tensors = [_SavedTensor(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
         self._optimizer = None if optimizer is None else _SavedOptimizer(optimizer)
+        self._loader = [_SavedAttributes(owner) for owner in _parts_of(loader)]
         self._random = _SavedRandom(loader)
-        for tensor in unique.values():
-            tensor.grad = None
+        for tensor in self._tensors:
+            tensor.take_gradient()
 
     def restore(self) -> None:
         """Put everything back. Call it once what the trial left on the devices has been freed."""
         for module in self._modules:
             module.restore()
         for tensor in self._tensors:
-            tensor.restore(with_grad=False)
+            tensor.restore()
         if self._optimizer is not None:
             self._optimizer.restore()
+        for owner in self._loader:
+            owner.restore()
         self._random.restore()
 
     def restore_gradients(self) -> None:
         """Put the gradients back as well: last of all, since they take device memory."""
         for tensor in self._tensors:
-            tensor.restore(with_grad=True)
+            tensor.restore_gradient()
+
+
+class _SavedAttributes:
+    """Which objects an object's attributes are."""
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+        self.attributes = dict(getattr(owner, "__dict__", {}))
+
+    def restore(self) -> None:
+        current = getattr(self.owner, "__dict__", {})
+        current.update(self.attributes)
+        for name in current.keys() - self.attributes.keys():
+            del current[name]
 
 
 class _SavedModule:
+    """The attributes of a module, train or eval mode among them, and which tensors and modules it has by what name."""
+
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.training = module.training
-        self.parameters = dict(module._parameters)
-        self.buffers = dict(module._buffers)
+        self.attributes = _SavedAttributes(module)
+        named: tuple[Any, ...] = (module._parameters, module._buffers, module._modules)
+        self.named = [(current, dict(current)) for current in named]
 
     def restore(self) -> None:
-        self.module.training = self.training
+        self.attributes.restore()
         # Moving a module replaces its buffers by new tensors, and a forward pass may assign new ones
-        for current, saved in ((self.module._parameters, self.parameters), (self.module._buffers, self.buffers)):
+        for current, saved in self.named:
             if list(current) != list(saved) or any(current[name] is not saved[name] for name in saved):
                 current.clear()
-                current.update(saved)  # type: ignore[arg-type]
+                current.update(saved)
 
 
 class _SavedTensor:
@@ -70,80 +105,109 @@ class _SavedTensor:
         self.tensor = tensor
         self.device = tensor.device
         self.requires_grad = tensor.requires_grad
+        self.is_leaf = tensor.is_leaf
         self.values = _host_copy(tensor)
         # Keeping the host's own storage costs nothing and keeps views of it valid; a device's would hold its memory.
-        self.storage = tensor.data if tensor.device.type == "cpu" else None
-        grad = tensor.grad
+        self.on_host = tensor.data if tensor.device.type == "cpu" else None
+        grad = tensor.grad if tensor.is_leaf else None
         self.grad_on_host = grad if grad is None or grad.device.type == "cpu" else None
         self.grad_values = None if grad is None else _host_copy(grad)
 
-    def restore(self, *, with_grad: bool) -> None:
-        with torch.no_grad():
-            if with_grad:
-                self.tensor.grad = self._grad()
-                return
-            if self.storage is not None:
-                if self.tensor.data_ptr() != self.storage.data_ptr():
-                    self.tensor.data = self.storage
-            elif self.tensor.device != self.device:
-                self.tensor.data = torch.empty_like(self.values, device=self.device)
-            self.tensor.data.copy_(self.values)
-        self.tensor.grad = None
-        self.tensor.requires_grad_(self.requires_grad) if self.tensor.is_leaf else None
+    def take_gradient(self) -> None:
+        if self.is_leaf:
+            self.tensor.grad = None
 
-    def _grad(self) -> Tensor | None:
+    def restore(self) -> None:
+        with torch.no_grad():
+            if self.on_host is not None:
+                if not _is_same_memory(self.tensor, self.on_host):
+                    self.tensor.data = self.on_host
+            elif self.tensor.device != self.device or self.tensor.shape != self.values.shape:
+                self.tensor.data = torch.empty_like(self.values, device=self.device)
+            _copy_into(self.tensor.data, self.values)
+        if self.is_leaf:
+            if not self.tensor.is_leaf:  # it was updated in place with something that has a gradient
+                self.tensor.detach_()
+            self.tensor.grad = None
+            self.tensor.requires_grad_(self.requires_grad)
+
+    def restore_gradient(self) -> None:
+        if not self.is_leaf:
+            return
         if self.grad_values is None:
-            return None
-        if self.grad_on_host is not None:
-            return self.grad_on_host.copy_(self.grad_values)
-        return self.grad_values.to(self.device)
+            self.tensor.grad = None
+        elif self.grad_on_host is None:
+            self.tensor.grad = self.grad_values.to(self.device)
+        else:
+            with torch.no_grad():
+                _copy_into(self.grad_on_host, self.grad_values)
+            self.tensor.grad = self.grad_on_host
 
 
 class _SavedOptimizer:
     def __init__(self, optimizer: optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.groups = [(group, {**group, "params": list(group["params"])}) for group in optimizer.param_groups]
-        self.tensor_options = [
-            {key: value.clone() for key, value in group.items() if isinstance(value, Tensor)}
-            for group in optimizer.param_groups
-        ]
-        self.state = {
-            parameter: (state, {key: _SavedValue(value) for key, value in state.items()})
-            for parameter, state in optimizer.state.items()
-        }
-        self.counters = {k: v for k, v in vars(optimizer).items() if isinstance(v, bool | int | float | None)}
+        # Among the attributes are the dict of states and the list of groups: loading a state replaces both
+        self.attributes = _SavedAttributes(optimizer)
+        self.state: Any = optimizer.state
+        self.state_of = {parameter: _SavedValue(state) for parameter, state in optimizer.state.items()}
+        self.param_groups = optimizer.param_groups
+        self.groups = [_SavedGroup(group) for group in optimizer.param_groups]
 
     def restore(self) -> None:
-        optimizer = self.optimizer
-        for (group, saved), tensors in zip(self.groups, self.tensor_options, strict=True):
-            for key, values in tensors.items():
-                saved[key].copy_(values)
-            group.clear()
-            group.update({**saved, "params": list(saved["params"])})
-        optimizer.param_groups[:] = [group for group, _ in self.groups]
-        optimizer.state.clear()
-        for parameter, (state, saved) in self.state.items():
-            state.clear()
-            state.update({key: value.restored() for key, value in saved.items()})
-            optimizer.state[parameter] = state
-        for key in [k for k, v in vars(optimizer).items() if isinstance(v, bool | int | float | None)]:
-            if key not in self.counters:
-                delattr(optimizer, key)
-        vars(optimizer).update(self.counters)
+        self.attributes.restore()
+        self.state.clear()
+        self.state.update({parameter: state.restored() for parameter, state in self.state_of.items()})
+        self.param_groups[:] = [group.restored() for group in self.groups]
+
+
+class _SavedGroup:
+    """A group of an optimizer: its options by value, its parameters by identity."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group, self.params, self.saved_params = group, group["params"], list(group["params"])
+        self.options = {name: _SavedValue(value) for name, value in group.items() if name != "params"}
+
+    def restored(self) -> dict[str, Any]:
+        self.params[:] = self.saved_params
+        names = list(self.group)
+        self.group.update({name: option.restored() for name, option in self.options.items()}, params=self.params)
+        for name in names:
+            if name != "params" and name not in self.options:
+                del self.group[name]
+        return self.group
 
 
 class _SavedValue:
-    """One entry of an optimizer's state: a tensor, or anything that can be copied."""
+    """A tensor, a container or anything else that can be copied; tensors, dicts and lists stay the same objects."""
 
     def __init__(self, value: Any) -> None:
         self.original = value
-        self.values = _host_copy(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+        self.values: Any
+        if isinstance(value, Tensor):
+            self.values = _host_copy(value)
+        elif isinstance(value, dict):
+            self.values = {key: _SavedValue(entry) for key, entry in value.items()}
+        elif isinstance(value, list | tuple):
+            self.values = [_SavedValue(entry) for entry in value]
+        else:
+            self.values = copy.deepcopy(value)
 
     def restored(self) -> Any:
-        if not isinstance(self.original, Tensor):
+        original = self.original
+        if isinstance(original, Tensor):
+            with torch.no_grad():
+                _copy_into(original, self.values)
+        elif isinstance(original, dict):
+            entries = {key: entry.restored() for key, entry in self.values.items()}
+            original.clear()
+            original.update(entries)
+        elif isinstance(original, list | tuple):
+            entries_in_order = [entry.restored() for entry in self.values]
+            if isinstance(original, list):
+                original[:] = entries_in_order
+        else:
             return copy.deepcopy(self.values)
-        with torch.no_grad():
-            return self.original.copy_(self.values)
+        return original
 
 
 class _SavedRandom:
@@ -152,7 +216,9 @@ class _SavedRandom:
         self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self.cpu = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        self.generators = [(generator, generator.get_state()) for generator in _generators_of(loader)]
+        found = (getattr(owner, "generator", None) for owner in _parts_of(loader))
+        generators = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+        self.generators = [(generator, generator.get_state()) for generator in generators.values()]
 
     def restore(self) -> None:
         random.setstate(self.python)
@@ -165,12 +231,31 @@ class _SavedRandom:
             generator.set_state(state)
 
 
-def _generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
-    """The generators a DataLoader or its samplers were given: iterating advances them."""
+def _parts_of(loader: Iterable[Any]) -> list[object]:
+    """A DataLoader and its samplers, whose generators, and whatever else they keep, iterating advances."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
-    return list(found.values())
+    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    return list({id(part): part for part in parts if part is not None}.values())
+
+
+def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.device != other.device or tensor.dtype != other.dtype:
+        return False
+    if tensor.layout != torch.strided or other.layout != torch.strided:
+        return False
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+def _copy_into(target: Tensor, values: Tensor) -> None:
+    """Copy `values`, once where `target` repeats one place in memory, as an expanded tensor does."""
+    if target.layout == torch.strided:
+        for dim, stride in enumerate(target.stride()):
+            if stride == 0:
+                target, values = (
+                    target.narrow(dim, 0, min(target.size(dim), 1)),
+                    values.narrow(dim, 0, min(values.size(dim), 1)),
+                )
+    target.copy_(values)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

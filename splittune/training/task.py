@@ -16,11 +16,13 @@ from splittune.parallel import BalancedDataParallel
 from splittune.split import BatchSplit
 from splittune.training.batches import SampleBatch
 from splittune.training.loss import call_for, check_loss, infer_loss
+from splittune.training.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
 OptimizerLike = optim.Optimizer | Callable[[Any], optim.Optimizer]
 StepFunction = Callable[[nn.Module, Any], Tensor]
+_WRAPPERS = (BalancedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 @dataclass(slots=True)
@@ -28,8 +30,9 @@ class TrainingTask:
     """What is to be trained: everything a trial needs to run one of the job's optimizer steps.
 
     Raises:
-        ConfigError: the model is none, has no trainable parameter or an uninitialised one, the optimizer does not hold
-            its parameters, or both `loss_fn` and `step_fn` are given.
+        ConfigError: the model is none, is wrapped already, has no trainable parameter or an uninitialised one, the
+            optimizer does not hold its parameters, both `loss_fn` and `step_fn` are given, or an option is of the wrong
+            kind.
     """
 
     model: nn.Module
@@ -50,6 +53,11 @@ class TrainingTask:
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise ConfigError(f"model is {self.model!r}: expected a torch.nn.Module.")
+        if isinstance(self.model, _WRAPPERS):
+            raise ConfigError(
+                f"model is wrapped in {type(self.model).__name__}: expected the module itself, which the tuner wraps for "
+                "every split it tries. Pass model.module."
+            )
         parameters = list(self.model.parameters())
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
             raise ConfigError("the model has uninitialised (lazy) parameters: run one forward pass before tuning.")
@@ -60,7 +68,16 @@ class TrainingTask:
             )
         if self.loss_fn is not None and self.step_fn is not None:
             raise ConfigError("got loss_fn and step_fn: expected one of them. step_fn returns the loss itself.")
+        self._check_options()
         self._check_optimizer()
+
+    def snapshot(self) -> Snapshot:
+        """The job as it is now; modules that `loss_fn` or `step_fn` are, or are methods of, belong to it."""
+        optimizer = self.optimizer if isinstance(self.optimizer, optim.Optimizer) else None
+        functions = [self.loss_fn, self.step_fn]
+        owners = [*functions, *(getattr(function, "__self__", None) for function in functions)]
+        others = [owner for owner in owners if isinstance(owner, nn.Module)]
+        return Snapshot(self.model, optimizer, self.loader, others=others)
 
     def make_optimizer(self) -> optim.Optimizer:
         """The user's own instance, or a new one from the factory (AdamW by default) over the trainable parameters."""
@@ -78,24 +95,39 @@ class TrainingTask:
             )
         return made
 
-    def loss_of(self, model: BalancedDataParallel, batch: Any) -> Tensor:
-        """Forward and loss of one micro-batch, under autocast where the task has it."""
+    def loss_of(self, model: BalancedDataParallel, batch: Any) -> tuple[Tensor, Any]:
+        """The loss of one micro-batch, under autocast where the task has it, and what a loop has in its variables besides."""
         with self._autocast(model):
             if self.step_fn is not None:
-                return self.step_fn(model, batch)
+                return self.step_fn(model, batch), None
             call = call_for(batch, has_loss_fn=self.loss_fn is not None)
             output = model(*call.args, **call.kwargs)
             targets = model.to_output(call.targets)
             if self.loss_fn is not None:
-                return self.loss_fn(output, targets)
+                return self.loss_fn(output, targets), (output, targets)
             loss, origin = infer_loss(output, targets)
             self._say_once(f"no loss_fn was given: the loss is {origin}.")
-            return loss
+            return loss, (output, targets)
 
     def _autocast(self, model: BalancedDataParallel) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(model.device_ids[0].type, dtype=self.autocast_dtype)
+
+    def _check_options(self) -> None:
+        for name in ("loss_fn", "step_fn"):
+            function: object = getattr(self, name)
+            if function is not None and not callable(function):
+                raise ConfigError(f"{name} is {function!r}: expected a function, such as torch.nn.functional.mse_loss.")
+        size: object = self.global_batch_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ConfigError(
+                f"global_batch_size is {size!r}: expected an integer of at least 1, the samples behind one optimizer step. "
+                "Leave it out for the loader's batch size."
+            )
+        dtype: object = self.autocast_dtype
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"autocast_dtype is {dtype!r}: expected a torch.dtype, such as torch.bfloat16.")
 
     def _check_optimizer(self) -> None:
         if self.optimizer is None:
@@ -134,15 +166,19 @@ class TrainingStep:
         self._task, self._model, self._optimizer = task, model, optimizer
         self._batches = {size: samples.micro_batch(size) for size in sorted(set(split.micro_batch_sizes))}
         self._loss_was_checked = False
+        self._latest: tuple[Any, ...] = ()
 
     def micro_step(self, num_samples: int | None = None) -> None:
         """Forward and backward of one micro-batch, the largest unless told; its gradient weighs as its samples do."""
         size = self.split.micro_batch_size if num_samples is None else num_samples
-        loss = self._task.loss_of(self._model, self._batches[size])
+        # Training loops keep the last loss, output and targets in their variables while the next forward runs: so does
+        # this one, or the plan would be short by one output on the card that gathers them.
+        self._latest = self._task.loss_of(self._model, self._batches[size])
+        loss = self._latest[0]
         if not self._loss_was_checked:
             check_loss(loss, "step_fn" if self._task.step_fn else "the job")
             self._loss_was_checked = True
-        (loss * (size / self.split.global_batch_size)).backward()  # type: ignore[no-untyped-call]
+        (loss * (size / self.split.global_batch_size)).backward()
 
     def update(self) -> None:
         """The optimizer's update, and the gradients given back."""

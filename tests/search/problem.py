@@ -97,7 +97,9 @@ class Problem:
         )
 
 
-def failing_after(num_trials: int, measure: Callable[[BatchSplit], Measurement], error: BaseException) -> Callable[[BatchSplit], Measurement]:
+def failing_after(
+    num_trials: int, measure: Callable[[BatchSplit], Measurement], error: BaseException
+) -> Callable[[BatchSplit], Measurement]:
     """`measure`, but raising `error` once `num_trials` were measured."""
     count = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,7 +48,9 @@ class VirtualHardware:
         if not self.gpus:
             raise DeviceError('no virtual GPU: expected at least one, e.g. devices="4xRTX3090".')
         if len(occupied) != len(self.gpus):
-            raise DeviceError(f"occupied_bytes has {len(occupied)} entries for {len(self.gpus)} devices: give one each.")
+            raise DeviceError(
+                f"occupied_bytes has {len(occupied)} entries for {len(self.gpus)} devices: give one each."
+            )
         self.outside_bytes = tuple(held + CUDA_CONTEXT_BYTES for held in occupied)
         for index, (gpu, outside) in enumerate(zip(self.gpus, self.outside_bytes, strict=True)):
             if not CUDA_CONTEXT_BYTES <= outside < gpu.total_bytes:
@@ -61,7 +64,8 @@ class VirtualHardware:
             for index, gpu in enumerate(self.gpus)
         )
         self._ledger: Ledger | None = None
-        self._wrapped: list[weakref.ref[nn.Module]] = []
+        # wrappers rather than models: once its wrapper is gone, a model is on no device any more
+        self._wrapped: list[weakref.ref[BalancedDataParallel]] = []
 
     @property
     def spec(self) -> str:
@@ -86,7 +90,7 @@ class VirtualHardware:
             link=VirtualLink(self),
         )
         self._wrapped = [ref for ref in self._wrapped if ref() is not None]
-        self._wrapped.append(weakref.ref(model))
+        self._wrapped.append(weakref.ref(wrapper))
         self._place(model)
         return wrapper
 
@@ -96,16 +100,14 @@ class VirtualHardware:
         if self._ledger is not None:
             yield
             return
-        capacities = [
-            gpu.total_bytes - outside for gpu, outside in zip(self.gpus, self.outside_bytes, strict=True)
-        ]
+        capacities = [gpu.total_bytes - outside for gpu, outside in zip(self.gpus, self.outside_bytes, strict=True)]
         self._ledger = Ledger(self.gpus, capacities)
         try:
             with self._ledger:
                 for ref in self._wrapped:
-                    model = ref()
-                    if model is not None:
-                        self._place(model)
+                    wrapper = ref()
+                    if wrapper is not None:
+                        self._place(wrapper.module)
                 yield
         finally:
             self._ledger = None
@@ -151,6 +153,11 @@ class VirtualHardware:
             )
             for index, allocator in enumerate(self._metering().allocators)
         )
+
+    def locate(self, error: BaseException) -> int | None:
+        """The virtual GPU that an out-of-memory error names."""
+        named = re.search(r"Virtual GPU (\d+)", str(error))
+        return None if named is None else int(named[1])
 
     def recover(self) -> None:
         """Collect garbage and, inside `metered`, hand the free segments back and start the peaks anew."""

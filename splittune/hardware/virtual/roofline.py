@@ -48,4 +48,3 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
         return int(flop_registry[packet](*args[:num_args], out_val=out))
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
