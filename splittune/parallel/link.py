@@ -68,8 +68,9 @@ class TorchLink:
         return tensor.device
 
     def copy(self, tensor: Tensor, place: Any) -> Tensor:
-        # copy=True: replicas that share one device must not share one tensor
-        return tensor.to(place, non_blocking=True, copy=True)
+        # copy=True: replicas that share one device must not share one tensor. To the host it must block: nothing there
+        # waits for a stream, so the copy could be read before it has arrived.
+        return tensor.to(place, non_blocking=place.type != "cpu", copy=True)
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
         return torch.empty(tuple(shape), dtype=like.dtype, device=place)

@@ -75,7 +75,7 @@ class _Gather(torch.autograd.Function):
         shape[dim] = sum(ctx.sizes)
         joined = link.empty(shape, chunks[0], place)
         for part, chunk in zip(joined.split(ctx.sizes, dim), chunks, strict=True):
-            part.copy_(chunk, non_blocking=True)
+            part.copy_(chunk, non_blocking=not joined.is_cpu)
         return joined
 
     @staticmethod
@@ -83,7 +83,7 @@ class _Gather(torch.autograd.Function):
         parts = grads[0].split(ctx.sizes, ctx.dim)
         wanted = ctx.needs_input_grad[3:]
         sent = [
-            _Send.apply(ctx.link, source, part) if want else None
+            send(part, ctx.link, source) if want else None
             for source, part, want in zip(ctx.sources, parts, wanted, strict=True)
         ]
         return None, None, None, *sent
@@ -104,44 +104,43 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         count = len(ctx.sources)
-        per_device = [list(grads[start : start + count]) for start in range(0, len(grads), count)]
-        del grads
+        per_device = [grads[start : start + count] for start in range(0, len(grads), count)]
         if torch.is_grad_enabled():  # create_graph=True: the sum must be differentiable itself
             return None, None, *_add_up_differentiably(per_device, ctx.link, ctx.sources)
         return None, None, *_add_up(per_device, ctx.link, ctx.positions, ctx.sources)
 
 
 def _add_up(
-    per_device: list[list[Tensor | None]], link: Link, positions: Sequence[int], sources: Sequence[Any]
+    per_device: Sequence[Sequence[Tensor | None]], link: Link, positions: Sequence[int], sources: Sequence[Any]
 ) -> list[Tensor | None]:
     """The sum over devices of each tensor's gradients, where the tensor lives, in coalesced buckets.
 
-    `per_device` is emptied on the way: a device's gradients are freed as soon as they have been sent.
+    The devices' own gradients stay alive meanwhile: autograd holds what it has handed to a node until that returns.
     """
     totals: list[Tensor | None] = [None] * len(sources)
     for grads, position in zip(per_device, positions, strict=True):
         present = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
-        grads.clear()
         for bucket in buckets_of([grad for _, grad in present]):
             indices = [present[member][0] for member in bucket]
             members = [present[member][1] for member in bucket]
             with link.on(link.place(position)):
-                flat = flatten(members)
-            arrived = unflatten(link.copy(flat, sources[indices[0]]), members)
-            del flat
+                arrived = unflatten(link.copy(flatten(members), sources[indices[0]]), members)
             for index, grad in zip(indices, arrived, strict=True):
-                total = totals[index]
-                if total is None:
-                    totals[index] = grad
-                elif total.layout == grad.layout == torch.strided:
-                    totals[index] = total.add_(grad)
-                else:  # sparse gradients, of an embedding say
-                    totals[index] = total + grad
+                totals[index] = _plus(totals[index], grad)
     return totals
 
 
+def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
+    """Their sum, in place where `total`, which is ours, allows it."""
+    if total is None:
+        return grad
+    if total.layout != torch.strided:  # of an embedding, say: what is dense as well must stand on the left
+        return grad + total
+    return total.add_(grad)
+
+
 def _add_up_differentiably(
-    per_device: list[list[Tensor | None]], link: Link, sources: Sequence[Any]
+    per_device: Sequence[Sequence[Tensor | None]], link: Link, sources: Sequence[Any]
 ) -> list[Tensor | None]:
     totals: list[Tensor | None] = []
     for source, *grads in zip(sources, *per_device, strict=True):

@@ -28,7 +28,8 @@ class CoarseToFineSampler(CandidateSampler):
     2. Around the best: shares in proportion to the devices' measured speed, then moves of samples from one device to
        another, longer while they gain and halved when they do not; then one step fewer and one more.
     3. The same moves, down to single samples.
-    4. The even splits with more steps than the baseline, as long as they gain; then whatever is open nearest to the best.
+    4. The even splits with more steps than the baseline, as long as they gain; then what stage 1 put off, and whatever
+       is open nearest to the best.
 
     It needs no seed: no choice is left to chance, and equals go to the first.
     """
@@ -39,7 +40,14 @@ class CoarseToFineSampler(CandidateSampler):
 
     def propose(self, attempts: Sequence[Attempt]) -> Proposal:
         view = View(self.candidates, attempts)
-        for stage in (self._fewer_steps, self._around_best, self._single_samples, self._more_steps, self._put_off, self._any):
+        for stage in (
+            self._fewer_steps,
+            self._around_best,
+            self._single_samples,
+            self._more_steps,
+            self._put_off,
+            self._any,
+        ):
             proposal = next(stage(view), None)
             if proposal is not None:
                 return proposal
@@ -108,7 +116,7 @@ class CoarseToFineSampler(CandidateSampler):
                 yield from self._largest_shares(view, steps, patience=len(self.candidates))
 
     def _any(self, view: View) -> Iterator[Proposal]:
-        centre = self.candidates[-1] if view.best is None else view.best.split
+        centre = self.candidates.even_splits[-1] if view.best is None else view.best.split
         fewest = centre.accumulation_steps
         for steps in sorted(self.candidates.steps, key=lambda steps: (abs(steps - fewest), steps)):
             open_ones = [index for index in self.candidates.at(steps) if view.is_open(self.candidates[index])]
@@ -131,7 +139,7 @@ class CoarseToFineSampler(CandidateSampler):
         shards = finder.wanted()
         index = None if shards is None else view.open_at(steps, shards)
         if index is not None:
-            yield Proposal(index=index, reason=f"k={steps}: {_describe(finder)}")
+            yield Proposal(index=index, reason=f"k={steps}: the most even shares that may fit ({_describe(finder)})")
 
     def _finder(self, view: View, steps: int) -> ShareFinder:
         space = self.candidates.space
@@ -175,7 +183,8 @@ class CoarseToFineSampler(CandidateSampler):
                 wanted = moved(shards, source, target, length, smallest)
                 index = None if wanted is None else view.open_at(steps, wanted)
                 if index is not None:
-                    reason = f"k={steps}: {length} samples from {_name(source)} to {_name(target)} of {split}"
+                    samples = "1 sample" if length == 1 else f"{length} samples"
+                    reason = f"k={steps}: {samples} from {_name(source)} to {_name(target)} of {split}"
                     proposals.append((length, Proposal(index=index, reason=reason)))
                     break
                 length //= 2
@@ -211,9 +220,9 @@ def _describe(finder: ShareFinder) -> str:
     for group, limit in zip(finder.groups, finder.limits, strict=True):
         if limit.fails <= finder.micro_batch_size:
             known = f"{limit.fits} fits, " if limit.fits >= finder.smallest else ""
-            parts.append(f"{_name(group)}'s share: {known}{limit.fails} lacks memory")
-    return "; ".join(parts) or "no limit is known, the most even shares"
+            parts.append(f"{_name(group)}: {known}{limit.fails} lacks memory")
+    return "; ".join(parts) or "no limit is known"
 
 
 def _name(group: Group) -> str:
-    return f"GPU {group[0]}" if len(group) == 1 else f"each of GPU {group[0]} to {group[-1]}"
+    return f"GPU {group[0]}" if len(group) == 1 else f"each of GPUs {group[0]} to {group[-1]}"

@@ -25,7 +25,12 @@ def no_feasible_split(
             f"{_smallest(confirmed, min_headroom_bytes)} Memory is too scarce to rely on: close other programs on the "
             "devices, or demand more headroom so that the search keeps further away from the limit."
         )
-    tried = f"{_smallest(searched, min_headroom_bytes)}" if searched else "Nothing was measured."
+    if searched and all(measurement.outcome is Outcome.CRASHED for measurement in searched):
+        return NoFeasibleSplitError(
+            f"{_count(len(searched), 'split')} measured, and every one crashed. {_smallest(searched, min_headroom_bytes)} "
+            "This is no lack of memory: run one training step by hand to see the error."
+        )
+    tried = _smallest(searched, min_headroom_bytes) if searched else "Nothing was measured."
     if stopped == "space exhausted":
         return NoFeasibleSplitError(
             f"no split fits: {_count(len(searched), 'split')} measured, and these failures rule out every other. {tried} "
@@ -45,17 +50,22 @@ def _smallest(measurements: Sequence[Measurement], min_headroom_bytes: Sequence[
 
 
 def _lack(measurement: Measurement, min_headroom_bytes: Sequence[int]) -> str:
+    message = _abridged(measurement.message)
     if measurement.outcome is Outcome.CRASHED:
-        return f"crashed: {measurement.message or 'no message'}".rstrip(".")
+        return f"crashed: {message or 'without a message'}"
     lacking = measurement.lacks_headroom(min_headroom_bytes)
-    if lacking is not None:
-        memory, demand = lacking
-        amount = format_bytes(demand - memory.headroom_bytes)
-        said = f"lacked {amount} on device {memory.device} ({memory.describe_lack(demand)})"
-    else:
+    if lacking is None:
         said = "ran out of memory" if measurement.outcome is Outcome.OUT_OF_MEMORY else "kept too little headroom"
-    detail = measurement.message if lacking is None or measurement.outcome is Outcome.OUT_OF_MEMORY else ""
-    return f"{said}: {detail}".rstrip(". ") if detail else said
+        return f"{said}: {message}" if message else said
+    memory, demand = lacking
+    amount = format_bytes(demand - memory.headroom_bytes)
+    return f"lacked {amount} on device {memory.device} ({memory.describe_lack(demand)})"
+
+
+def _abridged(message: str) -> str:
+    """The first and the last line: of an error in a replica, where it was and what it was."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1]))).rstrip(".") if lines else ""
 
 
 def _count(number: int, noun: str) -> str:

@@ -10,7 +10,7 @@ from optuna.samplers import BaseSampler, TPESampler
 
 from splittune.errors import ConfigError
 from splittune.search.coarse_to_fine import CoarseToFineSampler
-from splittune.search.sampler import OrderSampler, RandomSampler
+from splittune.search.sampler import CandidateSampler, OrderSampler, RandomSampler
 
 if TYPE_CHECKING:
     from splittune.search.candidates import Candidates
@@ -35,8 +35,13 @@ def make_inner(sampler: str | BaseSampler | None, candidates: Candidates, seed: 
     """From the number of finished trials to the sampler that proposes the next; an instance stays the same.
 
     Raises:
-        ConfigError: no sampler has this name, or it is neither a name nor a sampler.
+        ConfigError: no sampler has this name, or it is neither a name nor a sampler, or chooses among other candidates.
     """
+    if isinstance(sampler, CandidateSampler) and sampler.candidates.space != candidates.space:
+        raise ConfigError(
+            f"the sampler chooses among the candidates of {sampler.candidates.space}, but the search is over "
+            f"{candidates.space}: make it with Candidates(space) of the same space."
+        )
     if isinstance(sampler, BaseSampler):
         return lambda _num_finished: sampler
     name = DEFAULT_SAMPLER if sampler is None else sampler

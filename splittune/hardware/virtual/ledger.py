@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,25 +17,52 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from splittune.hardware.virtual.allocator import Block, CachingAllocator
 from splittune.hardware.virtual.catalog import GpuModel
-from splittune.hardware.virtual.roofline import kernel_time_s
+from splittune.hardware.virtual.roofline import count_flops, has_flops, kernel_time_s
 from splittune.hardware.virtual.timeline import Timeline
 from splittune.units import format_bytes
 
-_COPIES = {"aten::copy_", "aten::_copy_from"}
-_WAITS = {"aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::nonzero", "aten::masked_select"}
+_STRIDED = torch.strided
+_HALF = (torch.float16, torch.bfloat16)
+_MASKS = (torch.bool, torch.uint8)
+# torch's own marks for results, or sizes of results, that the host must read before it can go on
+_READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_HAS_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
-class _Owned:
-    """A storage on a device. The storage is held weakly; its block is freed when it dies."""
+class _Owned(weakref.ref):  # type: ignore[type-arg]  # generic only in the eyes of type checkers
+    """A storage that is accounted for, held weakly, and its blocks; `died` is called with this when it dies."""
 
-    __slots__ = ("block", "device", "key", "storage")
+    __slots__ = ("blocks", "home", "is_guest", "key", "num_bytes")
 
-    def __init__(self, storage: Any, device: int, block: Block | None, died: deque[_Owned]) -> None:
-        self.key = id(storage)
-        self.device = device
-        self.block = block
-        # Only noted here and freed at the next operation: this may run in the middle of an allocation.
-        self.storage = weakref.ref(storage, lambda _: died.append(self))
+    key: int
+    home: int | None
+    """The device it lives on; None for the host."""
+    is_guest: bool
+    num_bytes: int
+    blocks: dict[int, Block | None]
+    """For each device that it is charged to; None where it is empty."""
+
+    def __new__(cls, storage: Any, died: Callable[[_Owned], None], _home: int | None, _is_guest: bool) -> _Owned:
+        return super().__new__(cls, storage, died)
+
+    def __init__(self, storage: Any, died: Callable[[_Owned], None], home: int | None, is_guest: bool) -> None:
+        super().__init__(storage, died)
+        self.key, self.home, self.is_guest = id(storage), home, is_guest
+        self.num_bytes = 0
+        self.blocks = {}
+
+
+class _Operation(NamedTuple):
+    """What torch says of an operator, whatever it is called with."""
+
+    name: str
+    is_copy: bool
+    is_composite: bool
+    writes: bool
+    """It changes the values of one of its arguments."""
+    waits: bool
+    """The host reads what it computes, or how many of them there are."""
+    has_flops: bool
 
 
 class Ledger(TorchDispatchMode):
@@ -42,9 +70,13 @@ class Ledger(TorchDispatchMode):
 
     An operation belongs to the device its inputs live on; one without tensor inputs to the device its code runs on
     (`on`), and to the host outside any. What an operation creates is allocated on its device, and where the capacity
-    does not allow it `torch.OutOfMemoryError` is raised at that operation. Inputs from the host are taken along: 0-dim
-    ones stay there, as CUDA allows, others move to the device. Inputs on two devices raise, as CUDA does, save for
-    copies, which are transfers over the link.
+    does not allow it `torch.OutOfMemoryError` is raised at that operation. Inputs on two devices raise, as CUDA does,
+    save for copies, which are transfers over the link.
+
+    Guests may be used on any device and are charged to each that uses them, since on real cards code would make them
+    on each: whole tensors from the host (``mask.to(x.device)`` does nothing here), and, in a replica's forward, what is
+    made out of nothing, a table of positions say that the model keeps for its next call. 0-dim tensors from the host
+    stay there, as CUDA allows, and so do parts of something larger: a batch cut from a data set is not the data set.
     """
 
     def __init__(self, gpus: Sequence[GpuModel], capacities_bytes: Sequence[int]) -> None:
@@ -55,117 +87,178 @@ class Ledger(TorchDispatchMode):
         self._owned: dict[int, _Owned] = {}
         self._died: deque[_Owned] = deque()
         self._current: int | None = None
+        self._makes_guests = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if types:  # tensors wrapped by a subclass: torch asks it next, and what it does to its parts comes back here
+            return NotImplemented
         kwargs = kwargs or {}
+        operation = _operation(func)
+        if operation.is_composite:  # seen only where autograd is off altogether, in inference mode
+            with self:
+                return func.decompose(*args, **kwargs)
         self.free_dead()
-        inputs = _tensors_in(args, kwargs)
-        name = func._schema.name
-        if name in _COPIES:
+        if operation.is_copy:
             out = func(*args, **kwargs)
-            self._transfer(inputs[0], inputs[1])
+            self._transfer(args[0], args[1])
             return out
-        device = self._device_of(name, inputs)
+        inputs = _tensors_in((*args, *kwargs.values()))
+        storages = [tensor.untyped_storage() for tensor in inputs]  # kept: `set_` may free one, and its id
+        entries = [self._entry(storage) for storage in storages]
+        device, as_guest = self._device_of(operation.name, inputs, entries)
         if device is None:
             return func(*args, **kwargs)
-        for tensor in inputs:
-            if tensor.dim() and self.owner_of(tensor) is None and _is_whole_storage(tensor):
-                self.own(tensor, device)
+        for tensor, entry in zip(inputs, entries, strict=True):
+            if entry is None or (entry.is_guest and device not in entry.blocks):
+                self._take_along(tensor, entry, device)
         out = func(*args, **kwargs)
-        outputs = _tensors_in((out,), {})
+        outputs = _tensors_in((out,))
         created = False
+        known = {id(storage) for storage in storages}
         for tensor in outputs:
-            if self._entry(tensor) is None and not _shares_storage(tensor, inputs):
+            storage = tensor.untyped_storage()
+            if self._entry(storage) is None and id(storage) not in known:
                 created = True
-                self.own(tensor, device)
-        if name in _WAITS:
-            self.timeline.wait_for(device)
-        elif created or func._schema.is_mutable:
+                self._add(storage, device, home=device, is_guest=as_guest)
+        if created or operation.writes:
             touched = {id(tensor): tensor for tensor in (*inputs, *outputs)}.values()
-            seconds = kernel_time_s(func, args, kwargs, tuple(touched), out, self.gpus[device])
-            self.timeline.launch(device, seconds)
+            num_flops = count_flops(func, args, kwargs, out) if operation.has_flops else 0
+            self.timeline.launch(device, _kernel_time_s(num_flops, touched, self.gpus[device]))
+        # an index reads its own size only where it selects by a mask
+        if operation.waits and (operation.name != "aten::index" or any(t.dtype in _MASKS for t in inputs[1:])):
+            self.timeline.wait_for(device)
         return out
 
     def owner_of(self, tensor: Tensor) -> int | None:
-        """The device that owns the tensor's storage; None for the host."""
-        entry = self._entry(tensor)
-        return None if entry is None else entry.device
+        """The device on which the tensor lives; None for the host."""
+        for part in _dense_parts(tensor):
+            entry = self._entry(part.untyped_storage())
+            return None if entry is None else entry.home
+        return None
 
     def own(self, tensor: Tensor, device: int) -> None:
-        """Allocate the tensor's storage on `device`; nothing happens if it is owned already.
+        """Allocate the tensor's storage on `device`, where it lives from now on, unless it lives on one already.
 
         Raises:
             torch.OutOfMemoryError: the capacity does not allow it.
         """
-        if tensor.layout != torch.strided:
-            for part in _dense_parts(tensor):
-                self.own(part, device)
-            return
-        if self._entry(tensor) is not None:
-            return
-        storage = tensor.untyped_storage()
-        num_bytes = storage.nbytes()
-        block = None
-        if num_bytes:
-            block = self.allocators[device].allocate(num_bytes)
-            if block is None:
-                raise torch.OutOfMemoryError(self._describe_lack(device, num_bytes))
-        entry = _Owned(storage, device, block, self._died)
-        self._owned[entry.key] = entry
+        for part in _dense_parts(tensor):
+            storage = part.untyped_storage()
+            entry = self._entry(storage)
+            if entry is None:
+                self._add(storage, device, home=device, is_guest=False)
+            elif entry.home is None:
+                self._charge(entry, device)
+                entry.home, entry.is_guest = device, False
 
     def free_dead(self) -> None:
         """Free the blocks of the storages that have died since."""
         while self._died:
-            entry = self._died.popleft()
-            self._release(entry)
+            self._release(self._died.popleft())
 
     @contextmanager
-    def on(self, device: int | None) -> Iterator[None]:
-        """What code inside creates out of nothing belongs to `device`; to the host for None."""
-        before, self._current = self._current, device
+    def on(self, device: int | None, *, makes_guests: bool = False) -> Iterator[None]:
+        """What code inside creates out of nothing belongs to `device`, as a guest if so wished; to the host for None."""
+        before = self._current, self._makes_guests
+        self._current, self._makes_guests = device, makes_guests
         try:
             yield
         finally:
-            self._current = before
+            self._current, self._makes_guests = before
 
-    def _entry(self, tensor: Tensor) -> _Owned | None:
-        if tensor.layout != torch.strided:
-            tensor = _dense_parts(tensor)[0]
-        storage = tensor.untyped_storage()
+    def _entry(self, storage: Any) -> _Owned | None:
         entry = self._owned.get(id(storage))
-        if entry is not None and entry.storage() is not storage:  # its address has been given to a new storage
+        if entry is None:
+            return None
+        if entry() is not storage:  # its address has been given to a new storage
             self._release(entry)
             return None
+        if entry.num_bytes != storage.nbytes():
+            self._follow_size(entry, storage.nbytes())
         return entry
+
+    def _device_of(
+        self, name: str, inputs: Sequence[Tensor], entries: Sequence[_Owned | None]
+    ) -> tuple[int | None, bool]:
+        """Where the operation runs, None for the host, and whether what it creates is a guest there."""
+        device: int | None = None
+        guest: _Owned | None = None
+        for entry in entries:
+            if entry is None:
+                continue
+            if entry.is_guest:
+                guest = guest or entry
+            elif device is None:
+                device = entry.home
+            elif device != entry.home:
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but {name} got tensors on virtual GPUs "
+                    f"{device} and {entry.home}. Move them to one device first, as on real GPUs; "
+                    "what a model keeps from one call to the next belongs in register_buffer."
+                )
+        if device is not None:
+            return device, False
+        if guest is not None:
+            return next(iter(guest.blocks)) if self._current is None else self._current, True
+        return (None if inputs else self._current), self._makes_guests
+
+    def _take_along(self, tensor: Tensor, entry: _Owned | None, device: int) -> None:
+        """Charge a guest to a device that uses it; what stays on the host is left alone."""
+        if tensor.dim() == 0:
+            return
+        if entry is not None:
+            self._charge(entry, device)
+            return
+        storage = tensor.untyped_storage()
+        # looked up again, for another input may have brought it just now
+        if storage.nbytes() <= tensor.nbytes and self._entry(storage) is None:
+            self._add(storage, device, home=None, is_guest=True)
+
+    def _add(self, storage: Any, device: int, *, home: int | None, is_guest: bool) -> None:
+        if storage.device.type != "cpu":  # the meta device has no memory, and real cards account for theirs
+            return
+        entry = _Owned(storage, self._died.append, home, is_guest)
+        entry.num_bytes = storage.nbytes()
+        self._charge(entry, device)
+        self._owned[entry.key] = entry
+
+    def _charge(self, entry: _Owned, device: int) -> None:
+        if device not in entry.blocks:
+            entry.blocks[device] = self._allocate(device, entry.num_bytes)
+
+    def _allocate(self, device: int, num_bytes: int) -> Block | None:
+        if not num_bytes:
+            return None
+        self.free_dead()
+        block = self.allocators[device].allocate(num_bytes)
+        if block is None:
+            raise torch.OutOfMemoryError(self._describe_lack(device, num_bytes))
+        return block
+
+    def _follow_size(self, entry: _Owned, num_bytes: int) -> None:
+        """A storage was resized: as on CUDA the new block is there before the old one goes."""
+        for device, block in entry.blocks.items():
+            entry.blocks[device] = self._allocate(device, num_bytes)
+            if block is not None:
+                self.allocators[device].free(block)
+        entry.num_bytes = num_bytes
 
     def _release(self, entry: _Owned) -> None:
         if self._owned.get(entry.key) is entry:
             del self._owned[entry.key]
-        if entry.block is not None:
-            self.allocators[entry.device].free(entry.block)
-            entry.block = None
-
-    def _device_of(self, name: str, inputs: Sequence[Tensor]) -> int | None:
-        if not inputs:
-            return self._current
-        owners = {owner for tensor in inputs if (owner := self.owner_of(tensor)) is not None}
-        if len(owners) > 1:
-            # 0-dim tensors may be anywhere on the host, but not on another card
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but {name} got tensors on virtual GPUs "
-                f"{' and '.join(map(str, sorted(owners)))}. Move them to one device first, as on real GPUs."
-            )
-        return next(iter(owners), None)
+        for device, block in entry.blocks.items():
+            if block is not None:
+                self.allocators[device].free(block)
+        entry.blocks = {}
 
     def _transfer(self, target: Tensor, source: Tensor) -> None:
         target_device, source_device = self.owner_of(target), self.owner_of(source)
-        if target_device == source_device:
-            if target_device is not None:
-                num_bytes = 2 * target.numel() * target.element_size()
-                bandwidth = self.gpus[target_device].memory_bandwidth_bytes_per_s
-                self.timeline.launch(target_device, num_bytes / bandwidth)
-            return
-        self.timeline.transfer(source_device, target_device, target.numel() * target.element_size())
+        num_bytes = sum(part.nbytes for part in _dense_parts(target))
+        if target_device != source_device:
+            self.timeline.transfer(source_device, target_device, num_bytes)
+        elif target_device is not None:
+            bandwidth = self.gpus[target_device].memory_bandwidth_bytes_per_s
+            self.timeline.launch(target_device, 2 * num_bytes / bandwidth)
 
     def _describe_lack(self, device: int, num_bytes: int) -> str:
         allocator = self.allocators[device]
@@ -178,32 +271,53 @@ class Ledger(TorchDispatchMode):
         )
 
 
-def _tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among an operation's arguments or results: at the top or in one list, by the operator schema."""
-    found = []
-    for value in (*args, *kwargs.values()):
+@functools.cache
+def _operation(func: Any) -> _Operation:
+    schema = func._schema
+    return _Operation(
+        name=schema.name,
+        is_copy=schema.name == "aten::copy_",
+        is_composite=_HAS_KERNEL(func.name(), "CompositeImplicitAutograd"),
+        writes=schema.is_mutable and torch.Tag.inplace_view not in func.tags,
+        waits=not _READ_BY_HOST.isdisjoint(func.tags),
+        has_flops=has_flops(func),
+    )
+
+
+def _kernel_time_s(num_flops: int, touched: Iterable[Tensor], gpu: GpuModel) -> float:
+    num_bytes = sum(tensor.nbytes for tensor in touched)
+    is_half = num_flops > 0 and any(tensor.dtype in _HALF for tensor in touched)
+    return kernel_time_s(num_flops, num_bytes, is_half=is_half, gpu=gpu)
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The dense tensors among an operation's arguments or results: at the top or in one list, by operator schema."""
+    found: list[Tensor] = []
+    for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            if value.layout is _STRIDED:
+                found.append(value)
+            else:
+                found += _dense_parts(value)
         elif isinstance(value, list | tuple):
-            found.extend(_tensors_in(value, {}))
+            found += _tensors_in(value)
     return found
 
 
-def _shares_storage(tensor: Tensor, others: Sequence[Tensor]) -> bool:
-    if tensor.layout != torch.strided:
-        return False
-    storage = tensor.untyped_storage()
-    return any(other.layout == torch.strided and other.untyped_storage() is storage for other in others)
-
-
-def _is_whole_storage(tensor: Tensor) -> bool:
-    """False for a part of something larger, a batch cut from a data set say, which must not be charged whole."""
-    if tensor.layout != torch.strided:
-        return True
-    return tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
-
-
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    if tensor.layout == torch.sparse_coo:
+    """The plain tensors that hold a tensor's bytes: itself, a sparse one's indices and values, a subclass's inner ones.
+
+    None for a layout that shows no storage, oneDNN's own.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):  # torch's protocol for subclasses that wrap other tensors
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _dense_parts(getattr(tensor, name))]
+    if tensor.layout is _STRIDED:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
-    return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []

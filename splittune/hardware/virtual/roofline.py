@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from splittune.hardware.virtual.catalog import GpuModel
 
-_HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
 # The CPU's own attention kernels: same leading arguments, and the same count, as the CUDA ones they stand for.
 _SAME_FLOPS_AS = {
@@ -23,25 +21,27 @@ _SAME_FLOPS_AS = {
 }
 
 
-def kernel_time_s(func: Any, args: Sequence[Any], kwargs: dict[str, Any], touched: Sequence[Tensor],
-                  out: Any, gpu: GpuModel) -> float:  # fmt: skip
-    """Seconds for one operation on `gpu`, modelled: max(FLOPs / peak, bytes of `touched` / bandwidth).
+def kernel_time_s(num_flops: int, num_bytes: int, *, is_half: bool, gpu: GpuModel) -> float:
+    """Seconds for one operation on `gpu`, modelled: max(FLOPs / peak, bytes / bandwidth).
 
-    FLOPs are torch's own count (torch.utils.flop_counter: matrix products, convolutions, attention); every other
-    operation is bound by its bytes. Half-precision inputs use the half-precision peak. Worked: a 1024 x 1024 matrix
-    product in float32 is 2.1e9 FLOPs; at 35.6e12 FLOP/s that is 60 us, and its 12.6 MB at 936e9 B/s would be 13 us.
+    Half-precision operands use the half-precision peak. Worked: a 1024 x 1024 matrix product in float32 is 2.1e9 FLOPs;
+    at 35.6e12 FLOP/s that is 60 us, and its 12.6 MB at 936e9 B/s would be 13 us.
     """
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in touched)
-    flops = count_flops(func, args, kwargs, out)
-    if not flops:
-        return num_bytes / gpu.memory_bandwidth_bytes_per_s
-    is_half = any(tensor.dtype in _HALF for tensor in touched)
     peak = gpu.half_flops_per_s if is_half else gpu.fp32_flops_per_s
-    return max(flops / peak, num_bytes / gpu.memory_bandwidth_bytes_per_s)
+    return max(num_flops / peak, num_bytes / gpu.memory_bandwidth_bytes_per_s)
+
+
+def has_flops(func: Any) -> bool:
+    """True where torch counts the operator's FLOPs; every other one is bound by its bytes."""
+    return func._schema.name in _SAME_FLOPS_AS or func._overloadpacket in flop_registry
 
 
 def count_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of one call, 0 where torch has no formula for it."""
+    """Floating-point operations of one call, 0 where torch has no formula for it.
+
+    The count is torch's own (torch.utils.flop_counter): matrix products, convolutions, attention, forward and backward,
+    two for each multiply-add.
+    """
     alias = _SAME_FLOPS_AS.get(func._schema.name)
     if alias is not None:
         packet, num_args = alias
