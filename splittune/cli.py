@@ -54,9 +54,6 @@ def main() -> None:
         if error.__cause__ is not None and not isinstance(error.__cause__, SplittuneError | OSError):
             traceback.print_exception(error.__cause__)
         _fail(error, EXIT_BAD_USAGE)
-    except KeyboardInterrupt:
-        console.print("interrupted", style="yellow")
-        sys.exit(EXIT_INTERRUPTED)
 
 
 @app.command("tune")
@@ -182,10 +179,13 @@ def _tune_and_save(
         result = tune(
             task, hardware, observer=observer, max_trials=max_trials, timeout_s=timeout_s, storage=storage, seed=seed
         )
-    except BaseException:
+    except BaseException as error:
         if observer.trials:
             save_tables(out, observer.trials, hardware.devices, is_modelled=hardware.is_modelled)
             console.print(f"{len(observer.trials)} finished trials are kept in {out}/trials.csv", highlight=False)
+        if isinstance(error, KeyboardInterrupt):
+            console.print("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
         raise
     result.save(out)
     return result

@@ -131,7 +131,7 @@ class ConsoleReporter:
                     f"{format_bytes(memory.outside_bytes)} of it held outside this job"
                 )
         self._print(
-            f"{space.global_batch_size} samples a step over {space.num_devices} devices: {len(space)} legal splits, "
+            f"{space.global_batch_size} samples a step over {space.num_devices} devices: {space.num_splits:,} legal splits, "
             f"at most {max_trials} trials"
         )
         self._progress.update(self._bar, total=max_trials)

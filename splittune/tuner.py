@@ -145,25 +145,39 @@ def tune(
             max_trials=max_trials,
             timeout_s=timeout_s,
             storage=storage,
+            study_name=_study_name(task, hardware),
             seed=seed,
             min_headroom_bytes=headroom,
             on_trial=observer.on_trial,
         )
     finally:
-        observer.on_end()
-        hardware.recover()
-        snapshot.restore()
-        snapshot.restore_gradients()
+        try:
+            hardware.recover()
+        finally:
+            snapshot.restore()
+            snapshot.restore_gradients()
+            observer.on_end()
     return _result_of(found, hardware, headroom, seed)
+
+
+def _study_name(task: TrainingTask, hardware: Hardware) -> str:
+    """Names the job and its devices, so that a storage never answers for another one."""
+    num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
+    cards = hardware.spec or "+".join(device.name for device in hardware.devices)
+    autocast = "" if task.autocast_dtype is None else f" in {task.autocast_dtype}"
+    return f"{type(task.model).__name__} of {num_parameters} parameters{autocast} on {cards}"
 
 
 def _space_for(task: TrainingTask, loader_batch_size: int, num_devices: int) -> SplitSpace:
     global_batch_size = loader_batch_size if task.global_batch_size is None else task.global_batch_size
-    if global_batch_size > loader_batch_size:
+    if global_batch_size != loader_batch_size:
         logger.warning(
-            "global_batch_size is %d and the loader gives batches of %d: trials are assembled from several of them, and "
-            "training needs a loader of batch size %d.", global_batch_size, loader_batch_size, global_batch_size,
-        )  # fmt: skip
+            "global_batch_size is %d and the loader gives batches of %d: trials are made of its samples all the same, but "
+            "training needs a loader of batch size %d.",
+            global_batch_size,
+            loader_batch_size,
+            global_batch_size,
+        )
     min_shard_size = 0
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in task.model.modules()):
         min_shard_size = min(MIN_BATCH_NORM_SHARD, global_batch_size // num_devices)

@@ -9,7 +9,7 @@ from typing import overload
 
 from splittune.split import BatchSplit, SplitSpace, even_shards, shards_with_gpu0
 
-MAX_CANDIDATES = 100_000
+MAX_CANDIDATES = 200_000
 """Above this many splits the list holds a grid of them; see `Candidates`."""
 
 
@@ -26,13 +26,13 @@ class Candidates(Sequence[BatchSplit]):
       grains. Under ``shares="each"`` every device after GPU 0 does, GPU 0 gets the rest, and the list holds besides
       what it would under ``shares="gpu0"``.
 
-    The even splits are always in it. Example: 64 samples over 8 devices with ``shares="each"`` have about 1.5 billion
+    The even splits are always in it. Example: 64 samples over 8 devices with ``shares="each"`` have 1.3 billion
     splits; their grains are an eighth of the micro-batch.
     """
 
     def __init__(self, space: SplitSpace, *, limit: int = MAX_CANDIDATES) -> None:
         self.space = space
-        self.is_thinned = _most_splits(space) > limit
+        self.is_thinned = sum(_count(space, size, 1) for _, size in _largest_micro_batches(space)) > limit
         self._resolution = _finest_resolution(space, limit) if self.is_thinned else None
         splits = _thinned(space, limit) if self.is_thinned else list(space)
         self._splits = tuple(splits)
@@ -114,15 +114,6 @@ def _largest_micro_batches(space: SplitSpace) -> Iterator[tuple[int, int]]:
         yield steps, micro_batch_size
 
 
-def _most_splits(space: SplitSpace) -> int:
-    """How many splits the space has, or a few more: counted without listing them."""
-    if space.shares == "each":
-        return len(space)
-    if space.num_devices == 1:
-        return sum(1 for _ in _largest_micro_batches(space))
-    return sum(micro_batch_size + 1 for _, micro_batch_size in _largest_micro_batches(space))
-
-
 def _kept_micro_batches(space: SplitSpace) -> dict[int, int]:
     """From the size of a largest micro-batch to the fewest accumulation steps that have it."""
     return {micro_batch_size: steps for steps, micro_batch_size in reversed(list(_largest_micro_batches(space)))}
@@ -136,7 +127,9 @@ def _finest_resolution(space: SplitSpace, limit: int) -> int:
 
 
 def _count(space: SplitSpace, micro_batch_size: int, grain: int) -> int:
-    """At most how many splits of one micro-batch move in grains."""
+    """How many splits of one micro-batch there are in grains, or a few more: counted without listing them."""
+    if space.num_devices == 1:
+        return 1
     if space.shares == "gpu0":
         return micro_batch_size // grain + 2
     grains = (micro_batch_size - space.num_devices * space.min_shard_size) // grain

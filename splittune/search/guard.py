@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, TrialState
 
     from splittune.search.candidates import Candidates
+    from splittune.split import BatchSplit
 
 
 class GuardedSampler(BaseSampler):
@@ -58,23 +59,26 @@ class GuardedSampler(BaseSampler):
         self.reason = "the only candidate"  # which Optuna takes without asking
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return {PARAMETER: distribution_of(self._candidates)}
+        if self._next_even() is not None:
+            return {PARAMETER: distribution_of(self._candidates)}
+        return self._inner.infer_relative_search_space(study, trial)
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        even = next_for_baseline(self._candidates.even_splits, self._attempts)
+        even = self._next_even()
         if even is not None:
-            index = self._candidates.index(even)
             self.reason = f"even split at k={even.accumulation_steps}: looking for the baseline"
-        else:
-            index = self._open_near(self._ask_inner(study, trial))
-        return {PARAMETER: index}
+            return {PARAMETER: self._candidates.index(even)}
+        params = self._inner.sample_relative(study, trial, search_space)
+        if PARAMETER in params:
+            params[PARAMETER] = self._open_near(int(params[PARAMETER]))
+        return params
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        return self._inner.sample_independent(study, trial, param_name, param_distribution)
+        return self._open_near(int(self._inner.sample_independent(study, trial, param_name, param_distribution)))
 
     def after_trial(
         self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
@@ -90,25 +94,18 @@ class GuardedSampler(BaseSampler):
     def reseed_rng(self) -> None:
         self._inner.reseed_rng()
 
-    def _ask_inner(self, study: optuna.Study, trial: FrozenTrial) -> int:
-        inner = self._inner
-        space = inner.infer_relative_search_space(study, trial)
-        params = inner.sample_relative(study, trial, space)
-        self.reason = f"proposed by {inner}"
-        if PARAMETER not in params:
-            distribution = distribution_of(self._candidates)
-            return int(inner.sample_independent(study, trial, PARAMETER, distribution))
-        if isinstance(inner, CandidateSampler):
-            self.reason = inner.reason
-        return int(params[PARAMETER])
+    def _next_even(self) -> BatchSplit | None:
+        return next_for_baseline(self._candidates.even_splits, self._attempts)
 
     def _open_near(self, index: int) -> int:
-        wanted = self._candidates[index]
+        """`index` if it is open, else the nearest that is."""
+        inner, wanted = self._inner, self._candidates[index]
+        self.reason = inner.reason if isinstance(inner, CandidateSampler) else f"proposed by {inner}"
         if index in self._open[wanted.accumulation_steps]:
             return index
         by_distance = sorted(self._open, key=lambda steps: (abs(steps - wanted.accumulation_steps), steps))
         indices = next(self._open[steps] for steps in by_distance if self._open[steps])
         nearest = self._candidates.nearest(wanted.shard_sizes, indices)
         assert nearest is not None
-        self.reason = f"{self.reason}; nearest open one to {wanted}"
+        self.reason += f"; nearest open one to {wanted}"
         return nearest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optuna.distributions import IntDistribution
@@ -10,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempt import Attempt
+from splittune.search.attempt import Attempt, lacking_devices
 
 if TYPE_CHECKING:
     import optuna
@@ -22,6 +23,7 @@ PARAMETER = "candidate"
 
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 _DEVICE = "device "
+_DEMANDS = "min_headroom_bytes"
 
 
 def distribution_of(candidates: Candidates) -> IntDistribution:
@@ -58,8 +60,16 @@ def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
     return study.get_trials(deepcopy=False, states=_FINISHED)
 
 
-def attempt_of(trial: FrozenTrial) -> Attempt:
-    """What `tell` wrote.
+def demand(study: optuna.Study, min_headroom_bytes: Sequence[int]) -> None:
+    """Note what every device must keep free from now on: stored trials are judged by it when they are read back.
+
+    Other programs come and go, so a search that goes on another day may well have another demand.
+    """
+    study.set_user_attr(_DEMANDS, list(min_headroom_bytes))
+
+
+def attempt_of(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> Attempt:
+    """What `tell` wrote, judged by the headroom demanded now.
 
     Raises:
         ConfigError: the trial was written by another program.
@@ -69,20 +79,17 @@ def attempt_of(trial: FrozenTrial) -> Attempt:
             f"trial {trial.number} of the study holds no measurement: it was not written by splittune. "
             "Give another study_name or storage."
         )
-    lacking = {int(name[len(_DEVICE) :]) for name, overflow in _violated(trial) if name.startswith(_DEVICE)}
-    return Attempt(
-        measurement=Measurement.from_dict(trial.user_attrs["measurement"]),
-        lacking=frozenset(lacking),
-    )
+    measurement = Measurement.from_dict(trial.user_attrs["measurement"])
+    if measurement.outcome is Outcome.NO_HEADROOM and measurement.memory:
+        measurement = replace(measurement, outcome=Outcome.OK, message="")
+    measurement = measurement.judged(min_headroom_bytes)
+    return Attempt(measurement=measurement, lacking=lacking_devices(measurement, min_headroom_bytes))
 
 
 def read_attempts(study: optuna.Study) -> list[Attempt]:
     """Everything measured so far, oldest first."""
-    return [attempt_of(trial) for trial in finished_trials(study)]
-
-
-def _violated(trial: FrozenTrial) -> list[tuple[str, float]]:
-    return [(name, overflow) for name, overflow in trial.constraints.items() if overflow > 0]
+    demands = study.user_attrs[_DEMANDS]
+    return [attempt_of(trial, demands) for trial in finished_trials(study)]
 
 
 def _constraints(attempt: Attempt, min_headroom_bytes: Sequence[int]) -> dict[str, float]:

@@ -67,7 +67,8 @@ def find_best_split(
         sampler: "coarse-to-fine" (the default), "grid" (plain order), "random", "tpe", or an Optuna sampler. It sees
             one integer parameter, `PARAMETER`, an index into ``Candidates(space)``; what it proposes is moved to the
             nearest split that is neither measured nor ruled out.
-        min_headroom_bytes: what every device must keep free, or one number for each.
+        min_headroom_bytes: what every device must keep free, or one number for each. Trials read back from `storage`
+            are judged by it anew.
         confirm: measures the finalists, where that should differ from `measure`: longer, say.
         on_trial: called with every finished trial, in order; those read back from `storage` first.
         study_name: the study in `storage`. Each search, of one model on one set of devices, needs its own.
@@ -81,8 +82,9 @@ def find_best_split(
     demands = _checked_demands(min_headroom_bytes, space.num_devices)
     candidates = Candidates(space)
     guard = GuardedSampler(candidates, make_inner(sampler, candidates, seed))
-    identity = asdict(space) | {"num_candidates": len(candidates), "min_headroom_bytes": list(demands)}
+    identity = asdict(space) | {"num_candidates": len(candidates)}
     with quiet_optuna(), open_study(storage, study_name, guard, identity) as study:
+        history.demand(study, demands)
         search = _Search(
             study=study, guard=guard, candidates=candidates, demands=demands, on_trial=on_trial, clock=clock
         )
@@ -107,7 +109,7 @@ class _Search:
     def resume(self) -> None:
         """Read back the finished trials of an earlier run."""
         for stored in history.finished_trials(self.study):
-            attempt = history.attempt_of(stored)
+            attempt = history.attempt_of(stored, self.demands)
             reason, elapsed_s = stored.user_attrs["reason"], stored.user_attrs["elapsed_s"]
             self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=True)
 

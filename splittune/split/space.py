@@ -63,6 +63,12 @@ class SplitSpace:
                 )
 
     def __len__(self) -> int:
+        """`num_splits`; Python's ``len`` stops at 2**63, and raises OverflowError beyond."""
+        return self.num_splits
+
+    @property
+    def num_splits(self) -> int:
+        """How many splits the space holds, however many that is."""
         if self.shares == "gpu0":
             return sum(1 for _ in self)
         total = 0
