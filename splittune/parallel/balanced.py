@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from splittune.errors import ConfigError, DeviceError, InvalidSplitError
 from splittune.parallel.link import Link, TorchLink
-from splittune.parallel.nesting import batch_size_of, map_tensors, slice_batch, tensors_of
+from splittune.parallel.nesting import batch_size_of, map_tensors, slice_arguments, tensors_of
 from splittune.parallel.outputs import combine_outputs
 from splittune.parallel.replicas import ReplicaCall, keep_buffer_updates, replicate, run_replicas
 from splittune.parallel.transfer import send
@@ -46,6 +47,8 @@ class BalancedDataParallel(nn.Module):
         shard_sizes: samples for each device, for the largest micro-batch.
         link: how tensors travel; None for torch's own devices.
 
+    Of arguments that are no tensors, a list or tuple with one string, number or None for each sample is split as tensors
+    are, save for a tuple of numbers, a size say; everything else reaches every replica as it is.
     A 0-dim output is a mean over samples and is averaged weighted by shard size; see `outputs.combine_outputs`.
     Limits are nn.DataParallel's: replicas other than the first are shallow copies, so Python attributes they assign
     are lost, and in-place updates of parameters inside forward are too.
@@ -78,33 +81,19 @@ class BalancedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         link, output_place = self._route()
-        if not tensors_of((inputs, kwargs)):
-            return self.module(*inputs, **kwargs)  # nothing to split: one call, on the first device
-        batch_size = batch_size_of((inputs, kwargs), self.dim)
+        call = _Call(inputs, kwargs)
+        # with nothing to split there is one call, on the first device
+        batch_size = batch_size_of(call, self.dim) if tensors_of(call) else 0
         shards = self._shards_of(batch_size)
         active = [position for position, shard in enumerate(shards) if shard] or [0]
-        modules = dict(zip(active, self._modules_on(active, link), strict=True))
-        offsets = [sum(shards[:position]) for position in range(len(shards))]
-        calls = []
-        for position in active:
-            start, stop = offsets[position], offsets[position] + shards[position]
-            args, options = self._shard((inputs, kwargs), start, stop, batch_size, link, position)
-            where = f"replica {position} on device {self._name_of(position)}, a shard of {shards[position]} samples"
-            calls.append(
-                ReplicaCall(
-                    position=position,
-                    module=modules[position],
-                    args=args,
-                    kwargs=options,
-                    shard_size=shards[position],
-                    where=where,
-                )
-            )
+        calls = self._calls(call, active, shards, link)
         outputs = run_replicas(calls, link)
         if active[0] != 0:
-            keep_buffer_updates(self.module, modules[active[0]])
-        del modules
-        return combine_outputs(outputs, [call.shard_size for call in calls], link, output_place, self.dim)
+            keep_buffer_updates(self.module, calls[0].module, link)
+        if self._trains():
+            self._largest_trained = max(self._largest_trained, batch_size)
+        del calls  # without gradients nothing else holds the replicas and their inputs
+        return combine_outputs(outputs, [shards[position] for position in active], link, output_place, self.dim)
 
     def to_output(self, tree: Any) -> Any:
         """`tree` with every tensor on the output device, where the outputs are: for targets."""
@@ -133,20 +122,21 @@ class BalancedDataParallel(nn.Module):
             return fit_shards(batch_size, self.shard_sizes)
         assert self.gpu0_bsz is not None
         num_devices = len(self.device_ids)
-        trains = self.training and torch.is_grad_enabled()
+        if batch_size == 0:
+            return (0,) * num_devices
         if batch_size <= self._largest_trained:
             return fit_shards(batch_size, shards_with_gpu0(self._largest_trained, num_devices, self.gpu0_bsz))
-        if batch_size < self.gpu0_bsz:
-            if trains:
-                raise InvalidSplitError(
-                    f"gpu0_bsz={self.gpu0_bsz} exceeds the first micro-batch of {batch_size} samples: nothing would be "
-                    f"left for the other {num_devices - 1} devices. Use gpu0_bsz <= {batch_size}, or a larger batch."
-                )
-            return even_shards(batch_size, num_devices)
-        shards = shards_with_gpu0(batch_size, num_devices, self.gpu0_bsz)
-        if trains:
-            self._largest_trained = batch_size
-        return shards
+        if batch_size >= self.gpu0_bsz:
+            return shards_with_gpu0(batch_size, num_devices, self.gpu0_bsz)
+        if self._trains():
+            raise InvalidSplitError(
+                f"gpu0_bsz={self.gpu0_bsz} exceeds the first micro-batch, of {batch_size} samples, by "
+                f"{self.gpu0_bsz - batch_size}. Use gpu0_bsz <= {batch_size}, or a larger batch."
+            )
+        return even_shards(batch_size, num_devices)
+
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
 
     def _route(self) -> tuple[Link, Any]:
         """The link for this call, and the place of the output device."""
@@ -161,26 +151,39 @@ class BalancedDataParallel(nn.Module):
                 )
         return TorchLink([*devices, self.output_device]), self.output_device
 
-    def _modules_on(self, active: Sequence[int], link: Link) -> list[nn.Module]:
-        """The module for each active device: itself on the first device, replicas elsewhere."""
-        own = [self.module] if active[0] == 0 else []
-        return own + replicate(self.module, link, [position for position in active if position != 0])
-
-    def _shard(self, tree: Any, start: int, stop: int, batch_size: int, link: Link, position: int) -> Any:
-        sliced = slice_batch(tree, start, stop, self.dim, batch_size)
-        return map_tensors(lambda tensor: send(tensor, link, link.place(position)), sliced)
+    def _calls(self, call: _Call, active: Sequence[int], shards: Sequence[int], link: Link) -> list[ReplicaCall]:
+        """Each active device's module, the module itself on the first device, and its part of the arguments."""
+        replicas = replicate(self.module, link, [position for position in active if position != 0])
+        modules = [self.module, *replicas] if active[0] == 0 else replicas
+        calls = []
+        for position, module in zip(active, modules, strict=True):
+            start, size, place = sum(shards[:position]), shards[position], link.place(position)
+            cut = slice_arguments(*call, start, start + size, self.dim, sum(shards))
+            args, kwargs = map_tensors(partial(send, link=link, place=place), cut)
+            where = f"replica {position} on device {self._name_of(position)}, a shard of {size} samples"
+            calls.append(ReplicaCall(position=position, module=module, args=args, kwargs=kwargs, where=where))
+        return calls
 
     def _name_of(self, position: int) -> str:
         return str(self.device_ids[position]) if self._link is None else str(self._link.place(position))
 
 
+class _Call(NamedTuple):
+    """What `forward` was called with; the names stand in messages: ``.kwargs['mask'] has 7``."""
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def _as_device(device: DeviceLike) -> torch.device:
-    return torch.device("cuda", device) if isinstance(device, int) else _with_index(torch.device(device))
+    return torch.device("cuda", device) if isinstance(device, int) else _as_reported(torch.device(device))
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """``cuda`` means the current card; tensors report ``cuda:0``, and the two do not compare equal."""
-    if device.type == "cuda" and device.index is None:
+def _as_reported(device: torch.device) -> torch.device:
+    """As tensors report it, since ``cuda`` and ``cuda:0`` do not compare equal: ``cuda`` is the current card."""
+    if device.type == "cpu":
+        return torch.device("cpu")  # there is one
+    if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
@@ -211,7 +214,7 @@ def _check_shares(
         if gpu0_bsz == 0 and num_devices == 1:
             raise InvalidSplitError("gpu0_bsz=0 on one device leaves the whole batch to nobody: use a larger share.")
         return gpu0_bsz, None
-    sizes = tuple(shard_sizes)
+    sizes: tuple[Any, ...] = tuple(shard_sizes)
     if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in sizes) or sum(sizes) == 0:
         raise InvalidSplitError(f"shard_sizes is {sizes}: expected integers of at least 0, not all 0.")
     if len(sizes) != num_devices:

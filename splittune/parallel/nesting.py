@@ -120,6 +120,21 @@ def slice_batch(tree: Any, start: int, stop: int, dim: int = 0, batch_size: int 
     return _cut(tree, pick, dim, size, "")
 
 
+def slice_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], start: int, stop: int, dim: int, batch_size: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments for samples `start` to `stop`, each cut as `slice_batch` does.
+
+    Save for a tuple of numbers, which passes: as an argument, ``(224, 224)`` is a size and not two samples.
+    """
+    pick = _Pick(
+        tensor=lambda tensor: tensor.narrow(dim, start, stop - start),
+        sequence=lambda sequence: list(sequence if _is_setting(sequence) else sequence[start:stop]),
+    )
+    cut_args = tuple(_cut(arg, pick, dim, batch_size, f"argument {index}") for index, arg in enumerate(args))
+    return cut_args, {name: _cut(arg, pick, dim, batch_size, name) for name, arg in kwargs.items()}
+
+
 def select_batch(tree: Any, indices: Tensor, dim: int = 0, batch_size: int | None = None) -> Any:
     """The samples at `indices` (1-dim, int64), in that order and repeated as often as they are; else as `slice_batch`.
 
@@ -170,6 +185,10 @@ def _is_one_leaf_a_sample(tree: Any, batch_size: int) -> bool:
     return 1 < batch_size == len(tree) and not any(
         isinstance(element, Tensor | torch.Size) or _children(element) is not None for element in tree
     )
+
+
+def _is_setting(sequence: Sequence[Any]) -> bool:
+    return isinstance(sequence, tuple) and all(isinstance(element, int | float) for element in sequence)
 
 
 def _map(function: Callable[[Any], Any], tree: Any, path: str = "") -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ class ReplicaCall:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    shard_size: int
     where: str
     """For messages: ``"replica 1 on device cuda:1, a shard of 3 samples"``."""
 
@@ -64,12 +63,12 @@ def _rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
         for name, child in module._modules.items():
             replica._modules[name] = None if child is None else replicas[id(child)]
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                copy = copies[id(parameter)]
+            replica._parameters.pop(name, None)  # what torch's hook leaves here would refuse a plain tensor
+            copy = None if parameter is None else copies[id(parameter)]
+            if copy is not None:
                 setattr(replica, name, copy)  # as torch does: nn.RNN keeps its list of weights up to date so
-                replica._parameters[name] = copy  # type: ignore[assignment]  # and parameters() is not empty
-            else:
-                replica._parameters[name] = None
+                replica.__dict__.pop(name, None)  # an attribute would hide what functional_call() puts in its place
+            replica._parameters[name] = copy  # type: ignore[assignment]  # so that parameters() is not empty
         for name, buffer in module._buffers.items():
             replica._buffers[name] = None if buffer is None else copies[id(buffer)]
     return replicas[id(root)]
@@ -86,18 +85,29 @@ def _bare_replica(module: nn.Module) -> nn.Module:
     return replica
 
 
-def keep_buffer_updates(module: nn.Module, replica: nn.Module) -> None:
+def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> None:
     """Copy what a replica's forward did to its buffers (BatchNorm's running statistics) into the module's own.
 
     Needed when no replica runs on the module's own device; otherwise those on the module's device count, as in
-    nn.DataParallel.
+    nn.DataParallel. A buffer that was made, resized or set to None in forward is so in the module afterwards.
     """
+    copies = dict(replica.named_modules())
     with torch.no_grad():
-        for original, copied in zip(module.modules(), replica.modules(), strict=True):
+        for path, original in module.named_modules():
+            copied = copies.get(path, original)
             for name, buffer in original._buffers.items():
                 updated = copied._buffers.get(name)
-                if buffer is not None and updated is not None and updated.shape == buffer.shape:
-                    buffer.copy_(updated)
+                if buffer is None or updated is None or updated.shape != buffer.shape:
+                    original._buffers[name] = None if updated is None else link.copy(updated, link.place(0))
+                elif not _is_expanded(buffer):  # such a buffer refuses to be written to, in forward as well
+                    # .data: BatchNorm's own update is not seen by autograd either, and a buffer that is written back
+                    # unchanged may be saved for somebody's backward pass
+                    buffer.data.copy_(updated)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    strides = tensor.stride() if tensor.layout == torch.strided else tensor.shape
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
 
 
 def run_replicas(calls: Sequence[ReplicaCall], link: Link) -> list[Any]:
@@ -116,21 +126,22 @@ def run_replicas(calls: Sequence[ReplicaCall], link: Link) -> list[Any]:
         try:
             with enter_caller_state():
                 outputs[index] = _run(calls[index], link, len(calls))
-        except BaseException as error:  # whatever it is, it belongs to the calling thread, which raises it
+        except BaseException as error:  # noqa: BLE001  it belongs to the calling thread, which raises it
             errors[index] = error
 
-    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    first = next((error for error in errors if error is not None), None)
+    first = None
     try:
+        # leaving the pool waits for every replica, after Ctrl-C too: none runs on while its caller cleans up
+        with ThreadPoolExecutor(len(calls), thread_name_prefix="replica") as pool:
+            wait([pool.submit(work, index) for index in range(len(calls))])
+        first = next((error for error in errors if error is not None), None)
         if first is not None:
             raise first
+        return outputs
     finally:
-        del first, errors  # a frame that keeps its own exception keeps every tensor of the failed replicas
-    return outputs
+        # a frame that keeps its own exception keeps every tensor of the failed replicas
+        first = None
+        errors.clear()
 
 
 def _run(call: ReplicaCall, link: Link, num_replicas: int) -> Any:
@@ -143,11 +154,21 @@ def _run(call: ReplicaCall, link: Link, num_replicas: int) -> Any:
 
 
 def _say_where(error: Exception, where: str) -> None:
-    """Name the replica in the exception's message where that is plain text, else in its notes (Python 3.11+)."""
-    if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, LookupError):
-        error.args = (f"{error.args[0]} (in {where})",)
-    elif hasattr(error, "add_note"):
-        error.add_note(f"in {where}")
+    """Name the replica in the exception's message where that is plain text, else in its notes.
+
+    Python 3.10 has no notes: there it is named by the exception's cause, unless that is taken.
+    """
+    with suppress(AttributeError, TypeError):  # what refuses both, a frozen dataclass say, is raised as it is
+        if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, KeyError):
+            before = error.args
+            error.args = (f"{before[0]} (in {where})",)
+            if where in str(error):
+                return
+            error.args = before  # the class words its message itself
+        if hasattr(error, "add_note"):
+            error.add_note(f"in {where}")
+        elif error.__cause__ is None and error.__context__ is None:
+            error.__cause__ = RuntimeError(f"raised in {where}")
 
 
 def _caller_state() -> Callable[[], ExitStack]:

@@ -16,7 +16,8 @@ def send(tensor: Tensor, link: Link, place: Any) -> Tensor:
     if link.place_of(tensor) == place:
         return tensor
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _Send.apply(link, place, tensor)  # type: ignore[no-any-return]
+        sent: Tensor = _apply(_Send, link, place, tensor)
+        return sent
     with torch.no_grad():
         return link.copy(tensor, place)
 
@@ -25,7 +26,8 @@ def gather(chunks: Sequence[Tensor], link: Link, place: Any, dim: int) -> Tensor
     """The chunks joined along `dim` at `place`, written straight into the result: no second copy is held there."""
     if len(chunks) == 1:
         return send(chunks[0], link, place)
-    return _Gather.apply(link, place, dim, *chunks)  # type: ignore[no-any-return]
+    joined: Tensor = _apply(_Gather, link, place, dim, *chunks)
+    return joined
 
 
 def broadcast(tensors: Sequence[Tensor], link: Link, positions: Sequence[int]) -> list[list[Tensor]]:
@@ -36,7 +38,7 @@ def broadcast(tensors: Sequence[Tensor], link: Link, positions: Sequence[int]) -
     """
     if not tensors:
         return [[] for _ in positions]
-    copies: tuple[Tensor, ...] = _Broadcast.apply(link, tuple(positions), *tensors)
+    copies: tuple[Tensor, ...] = _apply(_Broadcast, link, tuple(positions), *tensors)
     return [list(copies[start : start + len(tensors)]) for start in range(0, len(copies), len(tensors))]
 
 
@@ -54,6 +56,11 @@ def copy_to_each(tensors: Sequence[Tensor], link: Link, positions: Sequence[int]
     return copies
 
 
+def _apply(function: Any, *args: Any) -> Any:
+    """``function.apply(*args)``: torch declares it in one version and not in another, and for a tensor only."""
+    return function.apply(*args)
+
+
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Link, place: Any, tensor: Tensor) -> Tensor:
@@ -62,7 +69,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, _Send.apply(ctx.link, ctx.source, grads[0])
+        return None, None, _apply(_Send, ctx.link, ctx.source, grads[0])
 
 
 class _Gather(torch.autograd.Function):
@@ -144,6 +151,6 @@ def _add_up_differentiably(
 ) -> list[Tensor | None]:
     totals: list[Tensor | None] = []
     for source, *grads in zip(sources, *per_device, strict=True):
-        sent = [_Send.apply(link, source, grad) for grad in grads if grad is not None]
+        sent = [_apply(_Send, link, source, grad) for grad in grads if grad is not None]
         totals.append(sum(sent[1:], sent[0]) if sent else None)
     return totals

@@ -202,5 +202,5 @@ def test_a_micro_batch_beyond_the_tuned_one_is_refused_with_the_arithmetic() -> 
 
 def test_a_negative_micro_batch_is_refused() -> None:
     """Fewer than no samples is an error too."""
-    with pytest.raises(InvalidSplitError, match=r"a micro-batch of -1 samples does not fit"):
+    with pytest.raises(InvalidSplitError, match="a micro-batch of -1 samples: expected at least 0"):
         fit_shards(-1, (2, 4, 4))
