@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from splittune.hardware import Hardware, resolve_hardware
 from splittune.profiling.measurement import Measurement
@@ -17,7 +17,7 @@ from splittune.progress import reporter_for
 from splittune.results import SplitConfig, TuneResult
 from splittune.search import SearchResult, Trial, find_best_split
 from splittune.split import BatchSplit, SplitSpace
-from splittune.training import Snapshot, TrainingTask, read_batches
+from splittune.training import TrainingTask, read_batches
 from splittune.training.task import OptimizerLike, StepFunction
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,7 @@ def tune(
     seed: int = 0,
 ) -> TuneResult:
     """`autotune` for a task and hardware at hand: profile, search, confirm, and leave the job as it was found."""
-    optimizer = task.optimizer if isinstance(task.optimizer, optim.Optimizer) else None
-    snapshot = Snapshot(task.model, optimizer, task.loader)
+    snapshot = task.snapshot()
     try:
         samples = read_batches(task.loader)
         space = _space_for(task, samples.loader_batch_size, len(hardware.devices))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
+import torch
+
 from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory
 from splittune.profiling.measurement import Measurement, Outcome
@@ -70,6 +72,7 @@ class Profiler:
         finally:
             # The except block is left: no frame of a failed step holds tensors any more, so they can be collected.
             try:
+                _finish_backward()
                 self._hardware.recover()
             finally:
                 self._snapshot.restore()
@@ -117,6 +120,12 @@ class Profiler:
             return False
         recent = rounds_s[-MIN_ROUNDS:]
         return len(rounds_s) == MAX_ROUNDS or max(recent) - min(recent) <= SETTLED_RELATIVE_SPREAD * median(recent)
+
+
+def _finish_backward() -> None:
+    """Have autograd drop what is left of a backward pass that failed: it does so at the next one of this thread."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()
 
 
 def _describe(error: BaseException, device: int | None) -> str:

@@ -122,7 +122,7 @@ class _SavedTensor:
             if self.on_host is not None:
                 if not _is_same_memory(self.tensor, self.on_host):
                     self.tensor.data = self.on_host
-            elif self.tensor.device != self.device or self.tensor.shape != self.values.shape:
+            elif not self._is_as_found():
                 self.tensor.data = torch.empty_like(self.values, device=self.device)
             _copy_into(self.tensor.data, self.values)
         if self.is_leaf:
@@ -130,6 +130,10 @@ class _SavedTensor:
                 self.tensor.detach_()
             self.tensor.grad = None
             self.tensor.requires_grad_(self.requires_grad)
+
+    def _is_as_found(self) -> bool:
+        tensor, values = self.tensor, self.values
+        return (tensor.device, tensor.dtype, tensor.shape) == (self.device, values.dtype, values.shape)
 
     def restore_gradient(self) -> None:
         if not self.is_leaf:
@@ -165,15 +169,13 @@ class _SavedGroup:
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.group, self.params, self.saved_params = group, group["params"], list(group["params"])
-        self.options = {name: _SavedValue(value) for name, value in group.items() if name != "params"}
+        self.options = {name: None if name == "params" else _SavedValue(value) for name, value in group.items()}
 
     def restored(self) -> dict[str, Any]:
         self.params[:] = self.saved_params
-        names = list(self.group)
-        self.group.update({name: option.restored() for name, option in self.options.items()}, params=self.params)
-        for name in names:
-            if name != "params" and name not in self.options:
-                del self.group[name]
+        options = {name: option.restored() if option else self.params for name, option in self.options.items()}
+        self.group.clear()
+        self.group.update(options)
         return self.group
 
 

@@ -53,14 +53,12 @@ class TrainingTask:
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
             raise ConfigError(f"model is {self.model!r}: expected a torch.nn.Module.")
-        if isinstance(self.model, _WRAPPERS):
-            raise ConfigError(
-                f"model is wrapped in {type(self.model).__name__}: expected the module itself, which the tuner wraps for "
-                "every split it tries. Pass model.module."
-            )
+        self._check_wrapping()
         parameters = list(self.model.parameters())
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
             raise ConfigError("the model has uninitialised (lazy) parameters: run one forward pass before tuning.")
+        if any(parameter.is_meta for parameter in parameters):
+            raise ConfigError("the model has parameters on the meta device, without values: materialise them first.")
         if not any(parameter.requires_grad for parameter in parameters):
             raise ConfigError(
                 f"{type(self.model).__name__} has no trainable parameter ({len(parameters)} in all, none with "
@@ -82,7 +80,7 @@ class TrainingTask:
     def make_optimizer(self) -> optim.Optimizer:
         """The user's own instance, or a new one from the factory (AdamW by default) over the trainable parameters."""
         if isinstance(self.optimizer, optim.Optimizer):
-            return self.optimizer
+            return _with_plain_step(self.optimizer)
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if self.optimizer is None:
             self._say_once("no optimizer was given: AdamW is assumed. Its state is twice the parameters' size.")
@@ -93,7 +91,7 @@ class TrainingTask:
                 f"the optimizer callable returned a {type(made).__name__}: expected a torch.optim.Optimizer. "
                 "Pass a function of the parameters, e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
             )
-        return made
+        return _with_plain_step(made)
 
     def loss_of(self, model: BalancedDataParallel, batch: Any) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, under autocast where the task has it, and what a loop has in its variables besides."""
@@ -113,6 +111,21 @@ class TrainingTask:
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(model.device_ids[0].type, dtype=self.autocast_dtype)
+
+    def _check_wrapping(self) -> None:
+        """A replica is made of the module as the user wrote it."""
+        if isinstance(self.model, _WRAPPERS):
+            raise ConfigError(
+                f"model is wrapped in {type(self.model).__name__}: expected the module itself, which the tuner wraps for "
+                "every split it tries. Pass model.module."
+            )
+        if hasattr(self.model, "_orig_mod"):  # what torch.compile returns; asking for its type would load the compiler
+            raise ConfigError("model is compiled: expected the module that was given to torch.compile. Pass that.")
+        if isinstance(self.model, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"model is a TorchScript module, {type(self.model).__name__}, which cannot be replicated: expected the "
+                "nn.Module it was scripted from. Pass that."
+            )
 
     def _check_options(self) -> None:
         for name in ("loss_fn", "step_fn"):
@@ -149,6 +162,16 @@ class TrainingTask:
         if message not in self._said:
             self._said.add(message)
             logger.info(message)
+
+
+def _with_plain_step(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """`optimizer`, unless its step asks for the loss again."""
+    if isinstance(optimizer, optim.LBFGS):
+        raise ConfigError(
+            "the optimizer is LBFGS, which evaluates the loss as often as it likes within one step: expected one whose "
+            "step() needs no closure, such as AdamW or SGD. Tune with one of those."
+        )
+    return optimizer
 
 
 class TrainingStep:

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 
 from splittune.errors import DeviceError
 from splittune.hardware.base import Device, DeviceMemory
-from splittune.hardware.virtual.catalog import GpuModel
+from splittune.hardware.virtual.catalog import GPUS, GpuModel
 from splittune.hardware.virtual.ledger import Ledger
 from splittune.parallel import BalancedDataParallel
 from splittune.split import BatchSplit
@@ -68,8 +68,10 @@ class VirtualHardware:
         self._wrapped: list[weakref.ref[BalancedDataParallel]] = []
 
     @property
-    def spec(self) -> str:
-        """As ``devices=`` takes it: ``"1xRTX3090:occupied=512MiB,3xRTX3090"``."""
+    def spec(self) -> str | None:
+        """As ``devices=`` takes it: ``"1xRTX3090:occupied=512.0MiB,3xRTX3090"``; None for GPUs not in the catalog."""
+        if not set(self.gpus) <= set(GPUS):
+            return None
         groups: list[str] = []
         each = zip(self.gpus, self.outside_bytes, strict=True)
         for (gpu, outside), group in itertools.groupby(each):
@@ -96,7 +98,11 @@ class VirtualHardware:
 
     @contextmanager
     def metered(self) -> Iterator[None]:
-        """Count inside. Clocks start at 0, and only what wrapped models hold is there at first. May be nested."""
+        """Count inside. Clocks start at 0, and only what models wrapped here hold is there at first. May be nested.
+
+        Raises:
+            torch.OutOfMemoryError: those models alone exceed GPU 0.
+        """
         if self._ledger is not None:
             yield
             return
@@ -113,10 +119,18 @@ class VirtualHardware:
             self._ledger = None
 
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
-        """Choose the multi-tensor update, as torch does by default for CUDA tensors and not for CPU ones."""
+        """Choose the multi-tensor update, as torch does by default for CUDA tensors and not for CPU ones.
+
+        State that the optimizer brings along belongs to virtual GPU 0, as the parameters do.
+        """
         for group in optimizer.param_groups:
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            decided = group.get("fused") or group.get("differentiable")
+            if "foreach" in group and group["foreach"] is None and not decided:
                 group["foreach"] = True
+        if self._ledger is not None:
+            for value in (value for state in optimizer.state.values() for value in state.values()):
+                if isinstance(value, Tensor) and value.dim():  # a step counter stays on the host
+                    self._ledger.own(value, 0)
 
     def clock(self) -> float:
         """Modelled seconds since `metered` was entered, when every device has finished."""
@@ -161,6 +175,10 @@ class VirtualHardware:
 
     def recover(self) -> None:
         """Collect garbage and, inside `metered`, hand the free segments back and start the peaks anew."""
+        # Of a backward pass that failed, torch keeps in this thread what was ready to run, gradients and all, until the
+        # next one: an empty one ends that.
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            torch.zeros((), device="cpu", requires_grad=True).backward()
         gc.collect()
         if self._ledger is not None:
             self._ledger.free_dead()
@@ -198,13 +216,15 @@ class VirtualLink:
         return None if ledger is None else ledger.owner_of(tensor)
 
     def copy(self, tensor: Tensor, place: Any) -> Tensor:
-        if tensor.layout != torch.strided:
-            return tensor.clone()
-        # Strides other than these two may overlap, those of an expanded gradient say, and could not be written to.
-        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        order = torch.channels_last if channels_last else torch.contiguous_format
+        if tensor.layout == torch.sparse_coo:  # an embedding's gradient
+            indices, values = self.copy(tensor._indices(), place), self.copy(tensor._values(), place)
+            return torch.sparse_coo_tensor(
+                indices, values, tensor.size(), is_coalesced=tensor.is_coalesced(), check_invariants=False
+            )
+        # What torch makes of the strides in a copy: those of an expanded gradient overlap, and could not be written to.
+        strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         with self.on(place):
-            target = torch.empty(tensor.size(), dtype=tensor.dtype, memory_format=order)
+            target = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype)
         return target.copy_(tensor)
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
@@ -221,5 +241,5 @@ class VirtualLink:
         if ledger is None:
             yield
             return
-        with ledger.on(position), ledger.timeline.replica(position, num_replicas):
+        with ledger.on(position, makes_guests=True), ledger.timeline.replica(position, num_replicas):
             yield

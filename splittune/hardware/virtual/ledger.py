@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,14 +23,17 @@ from splittune.units import format_bytes
 
 _STRIDED = torch.strided
 _HALF = (torch.float16, torch.bfloat16)
+_MEMORY_ONLY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_permuted", "empty_strided",
+                                             "new_empty", "new_empty_strided")}  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)
 # torch's own marks for results, or sizes of results, that the host must read before it can go on
 _READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_NO_DISPATCH = Tensor.__torch_dispatch__
 _HAS_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
-class _Owned(weakref.ref):  # type: ignore[type-arg]  # generic only in the eyes of type checkers
-    """A storage that is accounted for, held weakly, and its blocks; `died` is called with this when it dies."""
+class _Owned(weakref.ref[Any]):
+    """A storage that is accounted for, held weakly, and its blocks."""
 
     __slots__ = ("blocks", "home", "is_guest", "key", "num_bytes")
 
@@ -42,15 +45,6 @@ class _Owned(weakref.ref):  # type: ignore[type-arg]  # generic only in the eyes
     blocks: dict[int, Block | None]
     """For each device that it is charged to; None where it is empty."""
 
-    def __new__(cls, storage: Any, died: Callable[[_Owned], None], _home: int | None, _is_guest: bool) -> _Owned:
-        return super().__new__(cls, storage, died)
-
-    def __init__(self, storage: Any, died: Callable[[_Owned], None], home: int | None, is_guest: bool) -> None:
-        super().__init__(storage, died)
-        self.key, self.home, self.is_guest = id(storage), home, is_guest
-        self.num_bytes = 0
-        self.blocks = {}
-
 
 class _Operation(NamedTuple):
     """What torch says of an operator, whatever it is called with."""
@@ -58,6 +52,8 @@ class _Operation(NamedTuple):
     name: str
     is_copy: bool
     is_composite: bool
+    is_empty: bool
+    """It allocates and computes nothing."""
     writes: bool
     """It changes the values of one of its arguments."""
     waits: bool
@@ -80,7 +76,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self, gpus: Sequence[GpuModel], capacities_bytes: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.gpus = tuple(gpus)
         self.allocators = [CachingAllocator(capacity) for capacity in capacities_bytes]
         self.timeline = Timeline(gpus)
@@ -90,8 +86,8 @@ class Ledger(TorchDispatchMode):
         self._makes_guests = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if types:  # tensors wrapped by a subclass: torch asks it next, and what it does to its parts comes back here
-            return NotImplemented
+        if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
+            return NotImplemented  # torch asks the subclass next; what that does to the tensors it wraps is seen here
         kwargs = kwargs or {}
         operation = _operation(func)
         if operation.is_composite:  # seen only where autograd is off altogether, in inference mode
@@ -120,7 +116,7 @@ class Ledger(TorchDispatchMode):
             if self._entry(storage) is None and id(storage) not in known:
                 created = True
                 self._add(storage, device, home=device, is_guest=as_guest)
-        if created or operation.writes:
+        if operation.writes or (created and not operation.is_empty):
             touched = {id(tensor): tensor for tensor in (*inputs, *outputs)}.values()
             num_flops = count_flops(func, args, kwargs, out) if operation.has_flops else 0
             self.timeline.launch(device, _kernel_time_s(num_flops, touched, self.gpus[device]))
@@ -170,11 +166,12 @@ class Ledger(TorchDispatchMode):
         entry = self._owned.get(id(storage))
         if entry is None:
             return None
+        num_bytes = storage.nbytes()
         if entry() is not storage:  # its address has been given to a new storage
             self._release(entry)
             return None
-        if entry.num_bytes != storage.nbytes():
-            self._follow_size(entry, storage.nbytes())
+        if entry.num_bytes != num_bytes:
+            self._follow_size(entry, num_bytes)
         return entry
 
     def _device_of(
@@ -217,8 +214,11 @@ class Ledger(TorchDispatchMode):
     def _add(self, storage: Any, device: int, *, home: int | None, is_guest: bool) -> None:
         if storage.device.type != "cpu":  # the meta device has no memory, and real cards account for theirs
             return
-        entry = _Owned(storage, self._died.append, home, is_guest)
-        entry.num_bytes = storage.nbytes()
+        # Its death is only noted, for the next operation: it may come in the middle of an allocation.
+        entry = _Owned(storage, self._died.append)
+        entry.key, entry.num_bytes = id(storage), storage.nbytes()
+        entry.home, entry.is_guest = home, is_guest
+        entry.blocks = {}
         self._charge(entry, device)
         self._owned[entry.key] = entry
 
@@ -278,6 +278,7 @@ def _operation(func: Any) -> _Operation:
         name=schema.name,
         is_copy=schema.name == "aten::copy_",
         is_composite=_HAS_KERNEL(func.name(), "CompositeImplicitAutograd"),
+        is_empty=schema.name in _MEMORY_ONLY,
         writes=schema.is_mutable and torch.Tag.inplace_view not in func.tags,
         waits=not _READ_BY_HOST.isdisjoint(func.tags),
         has_flops=has_flops(func),

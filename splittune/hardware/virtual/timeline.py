@@ -47,8 +47,8 @@ class Timeline:
         ends = [device for device in (source, target) if device is not None]
         for device in ends:
             self.link_bytes[device] += num_bytes
-        if target is not None:
-            self.launched_s[target] += LAUNCH_S
+        if target is not None:  # its thread is told of the copy by the source's, which is at work until then
+            self.launched_s[target] = max(self.launched_s[device] for device in ends) + LAUNCH_S
         bandwidth = min(self._gpus[device].link_bandwidth_bytes_per_s for device in ends)
         start = max(max(self.finished_s[device], self.launched_s[device]) for device in ends)
         for device in ends:

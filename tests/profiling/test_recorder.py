@@ -1,0 +1,93 @@
+"""What the recorder says of a trial's phases: their times, their peaks, and how busy the devices were."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from splittune.profiling.measurement import Outcome
+from splittune.profiling.recorder import Recorder
+from splittune.split import BatchSplit
+from tests.profiling.fake_hardware import FakeHardware
+
+SPLIT = BatchSplit(global_batch_size=8, accumulation_steps=2, shard_sizes=(1, 3))
+
+
+def record(hardware: FakeHardware, *phases: str) -> Recorder:
+    recorder = Recorder(hardware)
+    for name in phases:
+        with recorder.phase(name):  # type: ignore[arg-type]
+            hardware.log.append(name)
+    return recorder
+
+
+def test_times_are_kept_by_phase() -> None:
+    """Every phase's time is what the clock says of it; the warm-up's is no sample."""
+    hardware = FakeHardware(durations_s=[9.0, 2.0, 3.0, 0.5])
+    measured = record(hardware, "warm_up", "micro_step", "micro_step", "update").measurement(SPLIT)
+    assert measured.outcome is Outcome.OK
+    assert measured.micro_step_times_s == (2.0, 3.0)
+    assert measured.update_times_s == (0.5,)
+    assert measured.whole_step_times_s == ()
+
+
+def test_whole_steps_are_kept_apart() -> None:
+    """Whole steps are their own samples."""
+    measured = record(FakeHardware(durations_s=[9.0, 4.0, 5.0]), "warm_up", *["whole_step"] * 2).measurement(SPLIT)
+    assert measured.whole_step_times_s == (4.0, 5.0)
+    assert measured.micro_step_times_s == measured.update_times_s == ()
+
+
+def test_peaks_start_anew_with_each_phase() -> None:
+    """Before a phase the peaks are reset, after it they are read."""
+    hardware = FakeHardware()
+    record(hardware, "micro_step", "update")
+    assert hardware.log == ["reset_peaks", "micro_step", "memory", "reset_peaks", "update", "memory"]
+
+
+def test_the_trials_peak_is_the_largest_of_all_phases() -> None:
+    """A device's peak is its largest in any phase, warm-up included, and so is what others held."""
+    hardware = FakeHardware(peaks=[(300, 50), (100, 80), (150, 60)], outside=[100, 120, 110])
+    first, second = record(hardware, "warm_up", "micro_step", "update").measurement(SPLIT).memory
+    assert (first.device, first.peak_allocated_bytes, first.peak_reserved_bytes) == (0, 300, 310)
+    assert (second.device, second.peak_allocated_bytes, second.peak_reserved_bytes) == (1, 80, 90)
+    assert first.outside_bytes == second.outside_bytes == 120
+
+
+def test_the_phases_own_peaks_are_told() -> None:
+    """The peak of the micro-steps and that of the updates are given besides, each over its own phases only."""
+    hardware = FakeHardware(peaks=[(300, 50), (100, 80), (170, 70), (150, 60)])
+    memory = record(hardware, "warm_up", "micro_step", "micro_step", "update").measurement(SPLIT).memory
+    assert [device.micro_step_peak_bytes for device in memory] == [170, 80]
+    assert [device.update_peak_bytes for device in memory] == [150, 60]
+
+
+def test_whole_steps_tell_no_phases_peaks() -> None:
+    """In whole steps the phases were not seen apart: their own peaks are not known."""
+    memory = record(FakeHardware(), "warm_up", "whole_step").measurement(SPLIT).memory
+    assert all(device.micro_step_peak_bytes is None and device.update_peak_bytes is None for device in memory)
+
+
+def test_busy_time_is_the_median_micro_steps() -> None:
+    """How long each device worked is the median over micro-steps, other phases left out."""
+    busy = [(50.0, 50.0), (1.0, 4.0), (2.0, 5.0), (30.0, 6.0), (70.0, 70.0)]
+    hardware = FakeHardware(busy=busy)
+    measured = record(hardware, "warm_up", *["micro_step"] * 3, "update").measurement(SPLIT)
+    assert measured.device_busy_s == (2.0, 5.0)
+
+
+def test_busy_time_may_be_unknown() -> None:
+    """Hardware that cannot tell leaves it None."""
+    assert record(FakeHardware(), "micro_step", "update").measurement(SPLIT).device_busy_s is None
+
+
+def test_a_phase_that_fails_is_no_sample() -> None:
+    """What did not run through is not recorded, and alone it is no measurement."""
+    hardware = FakeHardware(durations_s=count(1.0))
+    recorder = Recorder(hardware)
+    with pytest.raises(KeyError), recorder.phase("micro_step"):
+        raise KeyError
+    assert recorder.times_s["micro_step"] == []
+    with pytest.raises(ValueError, match="without a measured step"):
+        recorder.measurement(SPLIT)
