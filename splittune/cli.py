@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import traceback
@@ -11,8 +12,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
-from rich.table import Table
+from rich.table import Column, Table
 
 from splittune.demo import DEMO_DEVICES, DEMO_MAX_TRIALS, byte_gpt, train_under_config
 from splittune.errors import NoFeasibleSplitError, NvmlUnavailableError, SplittuneError
@@ -26,9 +26,9 @@ from splittune.results.files import check_writable
 from splittune.search import Trial
 from splittune.training import TrainingTask
 from splittune.tuner import DEFAULT_MAX_TRIALS, tune
-from splittune.units import format_bytes
+from splittune.units import GIB, format_bytes
 
-EXIT_NO_FEASIBLE_SPLIT, EXIT_BAD_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_NO_FEASIBLE_SPLIT, EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 app = typer.Typer(
     help="Finds the batch split that trains fastest without running out of memory.",
@@ -45,7 +45,7 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progre
 
 
 def main() -> None:
-    """Run the command line. Exit 0: done; 1: no feasible split; 2: bad usage; 130: interrupted."""
+    """Run the command line. Exit 0: done; 1: no feasible split; 2: bad usage; 3: the job raised; 130: interrupted."""
     try:
         app()
     except NoFeasibleSplitError as error:
@@ -54,6 +54,9 @@ def main() -> None:
         if error.__cause__ is not None and not isinstance(error.__cause__, SplittuneError | OSError):
             traceback.print_exception(error.__cause__)
         _fail(error, EXIT_BAD_USAGE)
+    except Exception:  # noqa: BLE001  the user's own, shown as Python would, but not with the code of "no feasible split"
+        traceback.print_exc()
+        sys.exit(EXIT_JOB_FAILED)
 
 
 @app.command("tune")
@@ -78,7 +81,7 @@ def tune_command(
     hardware = resolve_hardware(devices)
     task = load_task(job)
     if global_batch_size is not None:
-        task.global_batch_size = global_batch_size
+        task = dataclasses.replace(task, global_batch_size=global_batch_size)
     result = _tune_and_save(
         task, hardware, out, quiet=quiet, max_trials=max_trials, timeout_s=timeout_s, storage=storage, seed=seed
     )
@@ -141,19 +144,19 @@ def devices() -> None:
             table.add_row(device.name, device.uuid, total, used, held_by or "nobody known")
         console.print(table)
     table = Table(
-        "name", "memory", "bandwidth GB/s", "float32 TFLOPS", "half TFLOPS", "source",
+        Column("name", no_wrap=True), "GiB", "GB/s", "float32 TFLOPS", "half TFLOPS",
         title='Virtual GPUs: devices="4xRTX3090", or "1xRTX3090:occupied=8GiB,3xRTX3090"',
     )  # fmt: skip
     for gpu in GPUS:
         table.add_row(
             gpu.name,
-            format_bytes(gpu.total_bytes),
+            f"{gpu.total_bytes / GIB:g}",
             f"{gpu.memory_bandwidth_bytes_per_s / 1e9:g}",
             f"{gpu.fp32_flops_per_s / 1e12:g}",
             f"{gpu.half_flops_per_s / 1e12:g}",
-            gpu.source,
         )
     console.print(table)
+    console.print("Sources: splittune/hardware/virtual/catalog.py", highlight=False)
 
 
 def _tune_and_save(
@@ -172,7 +175,7 @@ def _tune_and_save(
     logging.basicConfig(
         level=logging.WARNING if quiet else logging.INFO,
         format="%(message)s",
-        handlers=[RichHandler(console=console, show_time=False, show_path=False)],
+        handlers=[_LinesAboveTheBar()],
         force=True,
     )
     try:
@@ -189,6 +192,13 @@ def _tune_and_save(
         raise
     result.save(out)
     return result
+
+
+class _LinesAboveTheBar(logging.Handler):
+    """Log records as lines of the console, which keeps a progress bar below them; never wrapped."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
 
 
 class _KeepingReporter:

@@ -61,11 +61,12 @@ def show_result(result: TuneResult, console: Console) -> None:
         console.print(f"{result.speedup:.2f} times the even split's throughput{modelled}.", highlight=False)
     console.print("\nMemory at the peak   # held by others   = this job   . free", highlight=False, markup=False)
     for index, device in enumerate(result.config.devices):
+        title = f"GPU {index}  {device.name}"
         for name, measurement in rows:
             if measurement is not None and measurement.memory:
-                title = f"GPU {index}  {device.name}" if name == rows[0][0] else ""
                 bar = _memory_bar(measurement.memory[index])
                 console.print(f"{title:<18} {name:<12} {bar}", highlight=False, markup=False)
+                title = ""  # once a card
 
 
 def show_memory_plan(config: SplitConfig, peaks: Sequence[DeviceMemory], console: Console) -> None:

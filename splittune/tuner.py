@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from splittune.errors import ConfigError
 from splittune.hardware import Hardware, resolve_hardware
 from splittune.profiling.measurement import Measurement
 from splittune.profiling.profiler import Profiler
@@ -121,6 +122,7 @@ def tune(
     seed: int = 0,
 ) -> TuneResult:
     """`autotune` for a task and hardware at hand: profile, search, confirm, and leave the job as it was found."""
+    _check_whole("seed", seed)
     snapshot = task.snapshot()
     try:
         samples = read_batches(task.loader)
@@ -188,9 +190,21 @@ def _headroom_for(hardware: Hardware, min_headroom_bytes: int | Sequence[int] | 
     if min_headroom_bytes is None:
         with hardware.metered():
             return tuple(int(HEADROOM_FRACTION * (m.total_bytes - m.outside_bytes)) for m in hardware.memory())
-    if isinstance(min_headroom_bytes, int):
-        return (min_headroom_bytes,) * len(hardware.devices)
-    return tuple(min_headroom_bytes)
+    num_devices = len(hardware.devices)
+    demands = min_headroom_bytes if isinstance(min_headroom_bytes, Sequence) else [min_headroom_bytes] * num_devices
+    if len(demands) != num_devices:
+        raise ConfigError(
+            f"min_headroom_bytes has {len(demands)} numbers for {num_devices} devices: give one for each device, or a "
+            "single number for all."
+        )
+    for demand in demands:
+        _check_whole("min_headroom_bytes", demand)
+    return tuple(demands)
+
+
+def _check_whole(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{name} is {value!r}: expected an integer of at least 0.")
 
 
 def _result_of(found: SearchResult, hardware: Hardware, headroom: tuple[int, ...], seed: int) -> TuneResult:

@@ -82,6 +82,8 @@ def _bare_replica(module: nn.Module) -> nn.Module:
         )
     # Private, and the very hook that torch's replicate() calls: subclasses override it. tests/parallel checks it.
     replica: nn.Module = module._replicate_for_data_parallel()
+    if "_compiled_call_impl" in replica.__dict__:  # after module.compile(): it would run the original module
+        replica.__dict__["_compiled_call_impl"] = None
     return replica
 
 

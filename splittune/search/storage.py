@@ -36,7 +36,17 @@ def open_study(
         ConfigError: the study in the storage belongs to another search.
     """
     name = study_name or DEFAULT_STUDY_NAME
-    backend = _open_storage(storage)
+    try:
+        backend = _open_storage(storage)
+    except (
+        OSError,
+        ValueError,
+        optuna.exceptions.OptunaError,
+    ) as error:  # a folder, a file of another kind, a place not writable
+        raise ConfigError(
+            f"storage {os.fspath(storage or '')!r} cannot be used: {type(error).__name__}: {error}. Expected the path of a "
+            "new file, or of one that an earlier search wrote, or an Optuna URL."
+        ) from error
     try:
         study = optuna.create_study(
             storage=backend, study_name=name, sampler=sampler, direction="maximize", load_if_exists=True

@@ -202,10 +202,10 @@ class _Search:
             self.on_trial(trial)
 
 
-def _check_limits(max_trials: object, timeout_s: float | None) -> None:
+def _check_limits(max_trials: object, timeout_s: object) -> None:
     if not _is_whole(max_trials) or max_trials < 1:
         raise ConfigError(f"max_trials is {max_trials!r}: expected an integer of at least 1, the splits to search.")
-    if timeout_s is not None and not timeout_s > 0:
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise ConfigError(f"timeout_s is {timeout_s!r}: expected seconds above 0, or None for no limit.")
 
 

@@ -124,7 +124,8 @@ class VirtualHardware:
         State that the optimizer brings along belongs to virtual GPU 0, as the parameters do.
         """
         for group in optimizer.param_groups:
-            decided = group.get("fused") or group.get("differentiable")
+            # a learning rate that is a tensor goes with capturable optimizers alone, and torch decides so as well
+            decided = group.get("fused") or group.get("differentiable") or isinstance(group.get("lr"), Tensor)
             if "foreach" in group and group["foreach"] is None and not decided:
                 group["foreach"] = True
         if self._ledger is not None:
