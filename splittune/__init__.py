@@ -18,8 +18,9 @@ from splittune.errors import (
     NoFeasibleSplitError,
     NvmlUnavailableError,
     SplittuneError,
+    WindowError,
 )
-from splittune.parallel import BalancedDataParallel
+from splittune.parallel import BalancedDataParallel, accumulate
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.results import MicroBatch, SplitConfig, TuneResult
 from splittune.split import BatchSplit, SplitSpace
@@ -42,6 +43,8 @@ __all__ = [
     "SplittuneError",
     "TrainingTask",
     "TuneResult",
+    "WindowError",
+    "accumulate",
     "autotune",
 ]
 

@@ -25,7 +25,7 @@ from splittune.results import SplitConfig, TuneResult, save_tables
 from splittune.results.files import check_writable
 from splittune.search import Trial
 from splittune.training import TrainingTask
-from splittune.tuner import DEFAULT_MAX_TRIALS, tune
+from splittune.tuner import DEFAULT_MAX_TRIALS, LossPlacements, tune
 from splittune.units import GIB, format_bytes
 
 EXIT_NO_FEASIBLE_SPLIT, EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -73,6 +73,9 @@ def tune_command(
     max_trials: MaxTrialsOption = DEFAULT_MAX_TRIALS,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds after which no further split is searched.")] = None,
     storage: Annotated[str | None, typer.Option(help="File that keeps the trials: the search can go on later.")] = None,
+    loss_placement: Annotated[
+        LossPlacements, typer.Option(help='Compute the loss in each "replica" instead of from gathered outputs.')
+    ] = "output",
     seed: SeedOption = 0,
     quiet: QuietOption = False,
 ) -> None:
@@ -83,7 +86,15 @@ def tune_command(
     if global_batch_size is not None:
         task = dataclasses.replace(task, global_batch_size=global_batch_size)
     result = _tune_and_save(
-        task, hardware, out, quiet=quiet, max_trials=max_trials, timeout_s=timeout_s, storage=storage, seed=seed
+        task,
+        hardware,
+        out,
+        quiet=quiet,
+        max_trials=max_trials,
+        timeout_s=timeout_s,
+        storage=storage,
+        loss_placement=loss_placement,
+        seed=seed,
     )
     show_result(result, console)
     console.print(f"\nWritten to {out}: split.json, trials.csv, devices.csv. To train:", highlight=False)
@@ -168,6 +179,7 @@ def _tune_and_save(
     max_trials: int,
     timeout_s: float | None = None,
     storage: str | None = None,
+    loss_placement: LossPlacements = "output",
     seed: int = 0,
 ) -> TuneResult:
     """Tune and write the files; when it ends early, by Ctrl-C say, the finished trials are written all the same."""
@@ -180,7 +192,14 @@ def _tune_and_save(
     )
     try:
         result = tune(
-            task, hardware, observer=observer, max_trials=max_trials, timeout_s=timeout_s, storage=storage, seed=seed
+            task,
+            hardware,
+            observer=observer,
+            max_trials=max_trials,
+            timeout_s=timeout_s,
+            storage=storage,
+            loss_placement=loss_placement,
+            seed=seed,
         )
     except BaseException as error:
         if observer.trials:

@@ -16,8 +16,8 @@ from splittune.hardware import DeviceMemory, Hardware
 from splittune.results import SplitConfig
 from splittune.training import TrainingTask
 
-# Small cards, so that a model which trains on any CPU fills them; another program leaves 50 MiB of GPU 0.
-DEMO_DEVICES = "1xT400-4GB:occupied=3772MiB,3xT400-4GB"
+# Small cards, so that a model which trains on any CPU fills them; another program leaves 46 MiB of GPU 0.
+DEMO_DEVICES = "1xT400-4GB:occupied=3776MiB,3xT400-4GB"
 DEMO_MAX_TRIALS = 10
 DEMO_STEPS = 30
 # Modules that every CPython ships, long and of ordinary prose and code.
@@ -115,7 +115,7 @@ def train_under_config(
         model = config.wrap(task.model, hardware=hardware)
         for step, batch in enumerate(itertools.islice(task.loader, num_steps), start=1):
             total = 0.0
-            for micro in config.micro_batches(batch):
+            for micro in config.micro_batches(batch, model):
                 inputs, targets = micro.batch
                 logits = model(inputs)
                 loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten().to(model.output_device))

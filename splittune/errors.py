@@ -4,6 +4,7 @@
     ├── InvalidSplitError(ValueError)      a split whose arithmetic does not hold
     ├── NoFeasibleSplitError               every split tried lacked memory
     ├── ConfigError(ValueError)            unusable input: a job, a batch, a config file
+    ├── WindowError                        an accumulation window that was misused
     └── DeviceError                        a device that is missing, repeated or unknown
         └── NvmlUnavailableError           NVML cannot be reached
 
@@ -27,6 +28,10 @@ class NoFeasibleSplitError(SplittuneError):
 
 class ConfigError(SplittuneError, ValueError):
     """Input that cannot be used: a job, a loader, a batch, or a config file."""
+
+
+class WindowError(SplittuneError):
+    """Gradients were used or changed while an accumulation window still held part of them on other devices."""
 
 
 class DeviceError(SplittuneError):

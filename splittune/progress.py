@@ -46,7 +46,7 @@ def describe_trial(trial: Trial) -> str:
 
 
 def show_result(result: TuneResult, console: Console) -> None:
-    """The baseline beside the best, and where every device's memory went under each."""
+    """The baseline beside the best, where every device's memory went under each, and why."""
     modelled = ", modelled" if result.config.is_modelled else ""
     rows = [("even split", result.baseline), ("tuned split", result.best)]
     table = Table("", "steps x shards", f"samples/s{modelled}", "time of a step", title="Baseline and best")
@@ -67,6 +67,7 @@ def show_result(result: TuneResult, console: Console) -> None:
                 bar = _memory_bar(measurement.memory[index])
                 console.print(f"{title:<18} {name:<12} {bar}", highlight=False, markup=False)
                 title = ""  # once a card
+    console.print(f"\n{result.explanation}", highlight=False, markup=False)
 
 
 def show_memory_plan(config: SplitConfig, peaks: Sequence[DeviceMemory], console: Console) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
 
-from splittune.errors import ConfigError
+from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.hardware import Hardware, resolve_hardware
-from splittune.profiling.measurement import Measurement
+from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.profiling.profiler import Profiler
 from splittune.progress import reporter_for
 from splittune.results import SplitConfig, TuneResult
@@ -29,6 +30,7 @@ HEADROOM_FRACTION = 0.05
 # Statistics over fewer samples than this are mostly noise, and over a single one BatchNorm refuses to train.
 MIN_BATCH_NORM_SHARD = 4
 
+LossPlacements = Literal["output", "replica", "either"]
 Devices = str | Sequence[str | int | torch.device] | None
 
 
@@ -58,6 +60,7 @@ def autotune(
     max_trials: int = DEFAULT_MAX_TRIALS,
     timeout_s: float | None = None,
     storage: str | os.PathLike[str] | None = None,
+    loss_placement: LossPlacements = "output",
     seed: int = 0,
     progress: bool = True,
 ) -> TuneResult:
@@ -82,6 +85,9 @@ def autotune(
         max_trials: splits to search at most. Up to four are measured again at the end.
         timeout_s: seconds after which no further split is searched.
         storage: a path where trials are kept; a search that was stopped goes on from there.
+        loss_placement: "output" computes the loss from gathered outputs, as training loops do; "replica" in each replica,
+            which unburdens GPU 0 and wants ``config.wrap(model, loss_fn)``; "either" searches both, half the trials each,
+            and the config says which won.
         seed: for samplers that draw.
         progress: show what is being measured.
 
@@ -105,6 +111,7 @@ def autotune(
         max_trials=max_trials,
         timeout_s=timeout_s,
         storage=storage,
+        loss_placement=loss_placement,
         seed=seed,
         observer=reporter_for(progress),
     )
@@ -119,38 +126,55 @@ def tune(
     max_trials: int = DEFAULT_MAX_TRIALS,
     timeout_s: float | None = None,
     storage: str | os.PathLike[str] | None = None,
+    loss_placement: LossPlacements = "output",
     seed: int = 0,
 ) -> TuneResult:
     """`autotune` for a task and hardware at hand: profile, search, confirm, and leave the job as it was found."""
     _check_whole("seed", seed)
+    if loss_placement not in get_args(LossPlacements):
+        raise ConfigError(f"loss_placement is {loss_placement!r}: expected one of {get_args(LossPlacements)}.")
+    placements: tuple[LossPlacement, ...] = ("output", "replica") if loss_placement == "either" else (loss_placement,)
     snapshot = task.snapshot()
     try:
         samples = read_batches(task.loader)
+        if "replica" in placements:
+            task.loss_in_replica(samples.batch)  # says so now if it cannot be
         space = _space_for(task, samples.loader_batch_size, len(hardware.devices))
         headroom = _headroom_for(hardware, min_headroom_bytes)
-        profiler = Profiler(task, hardware, samples, snapshot, min_headroom_bytes=headroom)
-
-        def measure(split: BatchSplit) -> Measurement:
-            observer.on_measure(split, in_whole_steps=False)
-            return profiler.measure(split)
-
-        def confirm(split: BatchSplit) -> Measurement:
-            observer.on_measure(split, in_whole_steps=True)
-            return profiler.measure_whole_steps(split)
-
         observer.on_start(hardware, space, max_trials)
-        found = find_best_split(
-            space,
-            measure,
-            confirm=confirm,
-            max_trials=max_trials,
-            timeout_s=timeout_s,
-            storage=storage,
-            study_name=_study_name(task, hardware),
-            seed=seed,
-            min_headroom_bytes=headroom,
-            on_trial=observer.on_trial,
-        )
+        trials: list[Trial] = []
+
+        def on_trial(trial: Trial) -> None:
+            trials.append(replace(trial, number=len(trials)))  # numbered through where there are two searches
+            observer.on_trial(trials[-1])
+
+        def search(placement: LossPlacement) -> SearchResult:
+            profiler = Profiler(
+                task, hardware, samples, snapshot, min_headroom_bytes=headroom, loss_placement=placement
+            )
+
+            def measure(split: BatchSplit) -> Measurement:
+                observer.on_measure(split, in_whole_steps=False)
+                return profiler.measure(split)
+
+            def confirm(split: BatchSplit) -> Measurement:
+                observer.on_measure(split, in_whole_steps=True)
+                return profiler.measure_whole_steps(split)
+
+            return find_best_split(
+                space,
+                measure,
+                confirm=confirm,
+                max_trials=max_trials if len(placements) == 1 else max(1, max_trials // 2),
+                timeout_s=timeout_s if len(placements) == 1 or timeout_s is None else timeout_s / 2,
+                storage=storage,
+                study_name=_study_name(task, hardware, placement),
+                seed=seed,
+                min_headroom_bytes=headroom,
+                on_trial=on_trial,
+            )
+
+        found = replace(_best_of(search, placements), trials=tuple(trials))
     finally:
         try:
             hardware.recover()
@@ -161,12 +185,28 @@ def tune(
     return _result_of(found, hardware, headroom, seed)
 
 
-def _study_name(task: TrainingTask, hardware: Hardware) -> str:
+def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequence[LossPlacement]) -> SearchResult:
+    """The best over one search for each placement, beside the first one's baseline; one may find nothing that fits."""
+    results: list[SearchResult] = []
+    failures: list[NoFeasibleSplitError] = []
+    for placement in placements:
+        try:
+            results.append(search(placement))
+        except NoFeasibleSplitError as error:  # noqa: PERF203  two turns at most
+            failures.append(error)
+    if not results:
+        raise failures[0]
+    best = max((result.best for result in results), key=lambda measurement: measurement.throughput or 0.0)
+    return replace(results[0], best=best)
+
+
+def _study_name(task: TrainingTask, hardware: Hardware, placement: LossPlacement) -> str:
     """Names the job and its devices, so that a storage never answers for another one."""
     num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
     cards = hardware.spec or "+".join(device.name for device in hardware.devices)
     autocast = "" if task.autocast_dtype is None else f" in {task.autocast_dtype}"
-    return f"{type(task.model).__name__} of {num_parameters} parameters{autocast} on {cards}"
+    loss = "" if placement == "output" else ", loss in the replicas"
+    return f"{type(task.model).__name__} of {num_parameters} parameters{autocast}{loss} on {cards}"
 
 
 def _space_for(task: TrainingTask, loader_batch_size: int, num_devices: int) -> SplitSpace:
@@ -215,6 +255,7 @@ def _result_of(found: SearchResult, hardware: Hardware, headroom: tuple[int, ...
         is_modelled=hardware.is_modelled,
         min_headroom_bytes=headroom,
         planned_peak_reserved_bytes=tuple(memory.peak_reserved_bytes for memory in found.best.memory),
+        loss_placement=found.best.loss_placement,
         throughput=found.best.throughput,
         step_time_s=found.best.step_time_s,
         seed=seed,

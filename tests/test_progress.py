@@ -186,6 +186,17 @@ def test_the_baseline_stands_beside_the_best() -> None:
     assert "########=======.  3.50 GiB, 512.0 MiB left" in screen.text
 
 
+@pytest.mark.parametrize("width", [60, 200])
+def test_the_explanation_follows_the_memory(width: int) -> None:
+    """Below the bars stands why the cards are so full, broken at words, on any width of screen."""
+    screen = Screen(width=width)
+    show_result(result(), screen.console)
+    bars, _, words = screen.text.rpartition("\n\n")
+    assert "left" in bars
+    assert " ".join(words.split()) == result().explanation
+    assert max(map(len, words.splitlines())) <= width
+
+
 def test_a_measured_result_is_not_called_modelled() -> None:
     """What real cards did is not called modelled."""
     screen = Screen()

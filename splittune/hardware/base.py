@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from splittune.units import format_bytes
 
@@ -87,8 +87,11 @@ class Hardware(Protocol):
         """Virtual devices as ``devices=`` takes them, so that a config can make them again; None for real ones."""
         ...
 
-    def wrap(self, model: nn.Module, split: BatchSplit) -> BalancedDataParallel:
-        """The module to train with: `model` moved to device 0 and wrapped for this split."""
+    def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
+        """The module to train with: `model` moved to device 0 and wrapped for this split.
+
+        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`.
+        """
         ...
 
     def metered(self) -> AbstractContextManager[None]:

@@ -72,8 +72,10 @@ class CudaHardware:
         """None: real devices are named, not specified."""
         return None
 
-    def wrap(self, model: nn.Module, split: BatchSplit) -> BalancedDataParallel:
+    def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         """The module to train with: `model` moved to device 0, in place, and wrapped for this split.
+
+        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`.
 
         Raises:
             DeviceError: the split is for another number of devices.
@@ -85,7 +87,9 @@ class CudaHardware:
                 "Tune for these devices, or name those it was tuned for."
             )
         model.to(self._torch_devices[0])
-        return BalancedDataParallel(module=model, device_ids=self._torch_devices, shard_sizes=split.shard_sizes)
+        return BalancedDataParallel(
+            module=model, device_ids=self._torch_devices, shard_sizes=split.shard_sizes, **options
+        )
 
     def metered(self) -> AbstractContextManager[None]:
         """Nothing to turn on: torch's allocator and NVML always count."""

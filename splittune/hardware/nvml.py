@@ -95,6 +95,12 @@ class Nvml:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
             return tuple(_describe(pynvml, handle) for handle in handles)
 
+    def driver_version(self) -> str:
+        """The driver's version, ``"580.95.05"`` say."""
+        pynvml = self._connected()
+        with _answers(pynvml, "the driver's version"):
+            return str(pynvml.nvmlSystemGetDriverVersion())
+
     def close(self) -> None:
         """Close the connection; without one, do nothing. Another question opens a new one."""
         if self._shutdown is not None:

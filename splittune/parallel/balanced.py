@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -13,11 +14,14 @@ from splittune.errors import ConfigError, DeviceError, InvalidSplitError
 from splittune.parallel.link import Link, TorchLink
 from splittune.parallel.nesting import batch_size_of, map_tensors, slice_arguments, tensors_of
 from splittune.parallel.outputs import combine_outputs
+from splittune.parallel.replica_loss import LossFunction, ReplicaLoss, WeightFunction
 from splittune.parallel.replicas import ReplicaCall, keep_buffer_updates, replicate, run_replicas
 from splittune.parallel.transfer import send
+from splittune.parallel.window import Copies, WindowEngine
 from splittune.split import even_shards, fit_shards, shards_with_gpu0
 
 DeviceLike = int | str | torch.device
+Engine = Literal["window", "torch"]
 
 
 class BalancedDataParallel(nn.Module):
@@ -45,13 +49,18 @@ class BalancedDataParallel(nn.Module):
         output_device: where outputs are joined; None for the first device.
         dim: the dimension of inputs and outputs that counts samples.
         shard_sizes: samples for each device, for the largest micro-batch.
+        loss_fn: computes the loss in each replica, on its own device: call ``model(inputs, targets)``, the targets last,
+            and get the loss of the whole micro-batch. No output is gathered.
+        weight_fn: ``weight_fn(targets)``, what the loss is a mean over where that is not samples: the number of tokens.
+        engine: "window" copies parameters out, and adds gradients up, once for each window of accumulated micro-batches
+            (`WindowEngine`); "torch" does both at every micro-batch, as nn.DataParallel does.
         link: how tensors travel; None for torch's own devices.
 
     Of arguments that are no tensors, a list or tuple with one string, number or None for each sample is split as tensors
     are, save for a tuple of numbers, a size say; everything else reaches every replica as it is.
     A 0-dim output is a mean over samples and is averaged weighted by shard size; see `outputs.combine_outputs`.
-    Limits are nn.DataParallel's: replicas other than the first are shallow copies, so Python attributes they assign
-    are lost, and in-place updates of parameters inside forward are too.
+    Limits are nn.DataParallel's: replicas are shallow copies, so Python attributes that forward assigns are lost, and
+    in-place updates of parameters inside forward are too. On a single device the module itself runs.
     """
 
     def __init__(
@@ -63,6 +72,9 @@ class BalancedDataParallel(nn.Module):
         dim: int = 0,
         *,
         shard_sizes: Sequence[int] | None = None,
+        loss_fn: LossFunction | None = None,
+        weight_fn: WeightFunction | None = None,
+        engine: Engine = "window",
         link: Link | None = None,
     ) -> None:
         super().__init__()
@@ -76,8 +88,17 @@ class BalancedDataParallel(nn.Module):
         self.device_ids = _resolve_devices(device_ids, module)
         self.output_device = self.device_ids[0] if output_device is None else _as_device(output_device)
         self.gpu0_bsz, self.shard_sizes = _check_shares(gpu0_bsz, shard_sizes, len(self.device_ids))
+        if engine not in get_args(Engine):
+            raise ConfigError(f"engine is {engine!r}: expected one of {get_args(Engine)}.")
+        if weight_fn is not None and loss_fn is None:
+            raise ConfigError("weight_fn is given without loss_fn: it says how the replicas' losses are averaged.")
+        self.engine = engine
+        # held by a plain object: a loss that is a module must not appear in the wrapper's state_dict
+        self._loss = None if loss_fn is None else ReplicaLoss(loss_fn, weight_fn)
         self._link = link
         self._largest_trained = 0
+        self._window: WindowEngine | None = None
+        self._syncs = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         link, output_place = self._route()
@@ -86,14 +107,47 @@ class BalancedDataParallel(nn.Module):
         batch_size = batch_size_of(call, self.dim) if tensors_of(call) else 0
         shards = self._shards_of(batch_size)
         active = [position for position, shard in enumerate(shards) if shard] or [0]
-        calls = self._calls(call, active, shards, link)
+        copies = self._copy_out(active, link)
+        calls = self._calls(call, self._modules_on(active, link, copies), shards, link)
+        weights = [each.weight for each in calls]
         outputs = run_replicas(calls, link)
-        if active[0] != 0:
+        if calls[0].module is not self.module:
             keep_buffer_updates(self.module, calls[0].module, link)
         if self._trains():
             self._largest_trained = max(self._largest_trained, batch_size)
         del calls  # without gradients nothing else holds the replicas and their inputs
-        return combine_outputs(outputs, [shards[position] for position in active], link, output_place, self.dim)
+        output = combine_outputs(outputs, weights, link, output_place, self.dim)
+        if self._window is not None and copies is not None:
+            self._window.watch(output, copies)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards inside leave their gradients with the replicas; the next backward of a forward outside brings all home.
+
+        As in DistributedDataParallel: run the last micro-batch of an optimizer step outside. `accumulate` and
+        ``SplitConfig.micro_batches(batch, model)`` do it for you.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether calling it gives the loss: it was made with a `loss_fn`."""
+        return self._loss is not None
+
+    def weight_of(self, batch: Any, num_samples: int) -> float:
+        """How much a batch ``(inputs, targets)`` of the loader counts: its samples, or what `weight_fn` says."""
+        if self._loss is None or self._loss.weight_fn is None:
+            return float(num_samples)
+        if not isinstance(batch, tuple | list):
+            raise ConfigError(
+                f"weight_fn needs batches of inputs and targets, and this one is a {type(batch).__name__}."
+            )
+        return self._loss.weight_of(self._targets_of(batch), num_samples)
 
     def to_output(self, tree: Any) -> Any:
         """`tree` with every tensor on the output device, where the outputs are: for targets."""
@@ -151,18 +205,60 @@ class BalancedDataParallel(nn.Module):
                 )
         return TorchLink([*devices, self.output_device]), self.output_device
 
-    def _calls(self, call: _Call, active: Sequence[int], shards: Sequence[int], link: Link) -> list[ReplicaCall]:
-        """Each active device's module, the module itself on the first device, and its part of the arguments."""
-        replicas = replicate(self.module, link, [position for position in active if position != 0])
-        modules = [self.module, *replicas] if active[0] == 0 else replicas
+    def _calls(
+        self, call: _Call, modules: Mapping[int, nn.Module], shards: Sequence[int], link: Link
+    ) -> list[ReplicaCall]:
+        """Each active device's module, and its part of the arguments."""
+        losses = {} if self._loss is None else self._loss.on(list(modules), link)
         calls = []
-        for position, module in zip(active, modules, strict=True):
+        for position, module in modules.items():
             start, size, place = sum(shards[:position]), shards[position], link.place(position)
             cut = slice_arguments(*call, start, start + size, self.dim, sum(shards))
+            weight = float(size)
+            if self._loss is not None:
+                weight = self._loss.weight_of(self._targets_of(cut[0]), size)
             args, kwargs = map_tensors(partial(send, link=link, place=place), cut)
             where = f"replica {position} on device {self._name_of(position)}, a shard of {size} samples"
-            calls.append(ReplicaCall(position=position, module=module, args=args, kwargs=kwargs, where=where))
+            calls.append(
+                ReplicaCall(
+                    position=position,
+                    module=module,
+                    args=args,
+                    kwargs=kwargs,
+                    weight=weight,
+                    loss_fn=losses.get(position),
+                    where=where,
+                )
+            )
         return calls
+
+    def _targets_of(self, args: Sequence[Any]) -> Any:
+        if len(args) < 2:
+            raise ConfigError(
+                f"the wrapper has a loss_fn and was called with {len(args)} positional arguments: expected the model's "
+                "inputs and then the targets, loss = model(inputs, targets)."
+            )
+        return args[-1]
+
+    def _copy_out(self, active: Sequence[int], link: Link) -> Copies | None:
+        """The window engine's copies for this forward; None on a single device and with torch's engine."""
+        if len(self.device_ids) == 1 or self.engine != "window":
+            return None
+        if self._window is None:
+            self._window = WindowEngine(self.module)
+        return self._window.copy_out(active, link, last=self._syncs)
+
+    def _modules_on(self, active: Sequence[int], link: Link, copies: Copies | None) -> dict[int, nn.Module]:
+        """The module to run at each active position."""
+        if copies is not None:
+            return {position: copies.trees[position] for position in active}
+        elsewhere = [position for position in active if position != 0]
+        modules = dict(zip(elsewhere, replicate(self.module, link, elsewhere), strict=True))
+        return {0: self.module, **modules} if active[0] == 0 else modules
+
+    def __getstate__(self) -> dict[str, Any]:
+        # copies and pickles begin with no window: what the replicas hold belongs to this wrapper's graphs
+        return {**self.__dict__, "_window": None}
 
     def _name_of(self, position: int) -> str:
         return str(self.device_ids[position]) if self._link is None else str(self._link.place(position))

@@ -13,11 +13,11 @@ from splittune.parallel.nesting import map_tensors, tensors_of, zip_map
 from splittune.parallel.transfer import gather, send
 
 
-def combine_outputs(outputs: Sequence[Any], shard_sizes: Sequence[int], link: Link, place: Any, dim: int) -> Any:
+def combine_outputs(outputs: Sequence[Any], weights: Sequence[float], link: Link, place: Any, dim: int) -> Any:
     """One output as if the whole micro-batch had run on one device, at `place`.
 
     - tensors with dimensions are joined along `dim`, in the order of the devices;
-    - 0-dim floating tensors and Python floats are taken for means over samples, and averaged weighted by shard size:
+    - 0-dim floating tensors and Python floats are taken for means over samples, and averaged by `weights`, the shard sizes:
       losses of 1.0 and 4.0 over 1 and 2 samples give 3.0;
     - 0-dim tensors of integers (counts) are stacked, one entry a replica, as nn.DataParallel does;
     - anything else must be equal in all replicas, and is returned once.
@@ -30,14 +30,14 @@ def combine_outputs(outputs: Sequence[Any], shard_sizes: Sequence[int], link: Li
     """
     if len(outputs) == 1:
         return _moved(outputs[0], link, place)
-    total = sum(shard_sizes)
-    weights = [shard / total if total else 1 / len(shard_sizes) for shard in shard_sizes]
+    total = sum(weights)
+    shares = [weight / total if total else 1 / len(weights) for weight in weights]
 
     def combine(path: str, leaves: list[Any]) -> Any:
         if all(isinstance(leaf, Tensor) for leaf in leaves):
-            return _combine_tensors(path, leaves, weights, link, place, dim)
+            return _combine_tensors(path, leaves, shares, link, place, dim)
         if all(isinstance(leaf, float) for leaf in leaves):
-            return sum(weight * leaf for weight, leaf in zip(weights, leaves, strict=True))
+            return sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
         return _only_value(path, leaves)
 
     return zip_map(combine, outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -24,6 +24,10 @@ class ReplicaCall:
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    weight: float
+    """How much its 0-dim outputs count: its samples, unless the user says otherwise."""
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    """Applied to the output and the last of `args`, the targets, which the module then does not get."""
     where: str
     """For messages: ``"replica 1 on device cuda:1, a shard of 3 samples"``."""
 
@@ -37,24 +41,25 @@ def replicate(module: nn.Module, link: Link, positions: Sequence[int]) -> list[n
     """
     if not positions:
         return []
-    parameters = _unique(module.parameters())
-    buffers = _unique(module.buffers())
+    parameters = unique_tensors(module.parameters())
+    buffers = unique_tensors(module.buffers())
     learning = [buffer for buffer in buffers if buffer.requires_grad]
     fixed = [buffer for buffer in buffers if not buffer.requires_grad]
     moved = broadcast([*parameters, *learning], link, positions)
     fixed_copies = copy_to_each(fixed, link, positions)
     originals = [*parameters, *learning, *fixed]
     return [
-        _rebuild(module, {id(tensor): copy for tensor, copy in zip(originals, [*a, *b], strict=True)})
+        rebuild(module, {id(tensor): copy for tensor, copy in zip(originals, [*a, *b], strict=True)})
         for a, b in zip(moved, fixed_copies, strict=True)
     ]
 
 
-def _unique(tensors: Any) -> list[Tensor]:
+def unique_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each tensor once, in order: parameters that modules share are one."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
+def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
     """The module tree anew, around the copied tensors. Modules and tensors that are shared stay shared."""
     modules = list(root.modules())
     replicas = {id(module): _bare_replica(module) for module in modules}
@@ -99,6 +104,8 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
             copied = copies.get(path, original)
             for name, buffer in original._buffers.items():
                 updated = copied._buffers.get(name)
+                if updated is buffer:
+                    continue
                 if buffer is None or updated is None or updated.shape != buffer.shape:
                     original._buffers[name] = None if updated is None else link.copy(updated, link.place(0))
                 elif not _is_expanded(buffer):  # such a buffer refuses to be written to, in forward as well
@@ -149,7 +156,10 @@ def run_replicas(calls: Sequence[ReplicaCall], link: Link) -> list[Any]:
 def _run(call: ReplicaCall, link: Link, num_replicas: int) -> Any:
     try:
         with link.replica(call.position, num_replicas):
-            return call.module(*call.args, **call.kwargs)
+            if call.loss_fn is None:
+                return call.module(*call.args, **call.kwargs)
+            *inputs, targets = call.args
+            return call.loss_fn(call.module(*inputs, **call.kwargs), targets)
     except Exception as error:
         _say_where(error, call.where)
         raise

@@ -125,19 +125,31 @@ def _add_up(
     The devices' own gradients stay alive meanwhile: autograd holds what it has handed to a node until that returns.
     """
     totals: list[Tensor | None] = [None] * len(sources)
-    for grads, position in zip(per_device, positions, strict=True):
-        present = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
-        for bucket in buckets_of([grad for _, grad in present]):
-            indices = [present[member][0] for member in bucket]
-            members = [present[member][1] for member in bucket]
-            with link.on(link.place(position)):
-                arrived = unflatten(link.copy(flatten(members), sources[indices[0]]), members)
-            for index, grad in zip(indices, arrived, strict=True):
-                totals[index] = _plus(totals[index], grad)
+    gradients = [(position, list(grads)) for position, grads in zip(positions, per_device, strict=True)]
+    add_to_home(gradients, link, sources[0], totals)
     return totals
 
 
-def _plus(total: Tensor | None, grad: Tensor) -> Tensor:
+def add_to_home(
+    gradients: Sequence[tuple[int, list[Tensor | None]]], link: Link, home: Any, totals: list[Tensor | None]
+) -> None:
+    """Add the gradients of several devices, ``(position, gradients)``, to `totals` at `home`, in coalesced buckets.
+
+    Whoever gives the lists away gives the memory too: each device's gradients are freed once its bucket has been sent.
+    """
+    for position, grads in gradients:
+        present = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+        grads.clear()
+        for bucket in buckets_of([grad for _, grad in present]):
+            members = [present[member][1] for member in bucket]
+            with link.on(link.place(position)):
+                arrived = unflatten(link.copy(flatten(members), home), members)
+            for member, grad in zip(bucket, arrived, strict=True):
+                index = present[member][0]
+                totals[index] = plus(totals[index], grad)
+
+
+def plus(total: Tensor | None, grad: Tensor) -> Tensor:
     """Their sum, in place where `total`, which is ours, allows it."""
     if total is None:
         return grad

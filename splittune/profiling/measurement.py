@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, Literal
 
 from splittune.hardware.base import DeviceMemory
 from splittune.split import BatchSplit
 
 NOISY_RELATIVE_IQR = 0.05
+
+
+LossPlacement = Literal["output", "replica"]
 
 
 class Outcome(str, Enum):
@@ -27,8 +30,9 @@ class Outcome(str, Enum):
 class Measurement:
     """One measured split.
 
-    `micro_step_times_s` are forward and backward of one micro-batch of the largest size, `update_times_s` the
-    optimizer's update, `whole_step_times_s` complete optimizer steps where those were run. A trial that is `OK`
+    `micro_step_times_s` are forward and backward of one micro-batch of the largest size, `update_times_s` what happens
+    once a step (the optimizer's update, and what copying parameters and gathering gradients adds to it),
+    `whole_step_times_s` complete optimizer steps where those were run. A trial that is `OK`
     really ran: without times it is refused. One that ran out of memory or crashed has none, and its statistics are
     None; one that lacks headroom ran, and keeps its times.
 
@@ -42,6 +46,8 @@ class Measurement:
     update_times_s: tuple[float, ...] = ()
     whole_step_times_s: tuple[float, ...] = ()
     memory: tuple[DeviceMemory, ...] = ()
+    loss_placement: LossPlacement = "output"
+    """Where the loss was computed: on the output device, from gathered outputs, or in each replica."""
     device_busy_s: tuple[float, ...] | None = None
     """Median seconds of a micro-step in which device i worked; None where unknown."""
     message: str = ""
@@ -125,4 +131,5 @@ class Measurement:
             memory=tuple(DeviceMemory(**memory) for memory in data["memory"]),
             device_busy_s=None if busy is None else tuple(busy),
             message=data["message"],
+            loss_placement=data["loss_placement"],
         )

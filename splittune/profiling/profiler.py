@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
 
 from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory
-from splittune.profiling.measurement import Measurement, Outcome
+from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
 from splittune.profiling.recorder import Recorder
 from splittune.split import BatchSplit
 from splittune.training import SampleBatch, Snapshot, TrainingStep, TrainingTask
@@ -34,6 +35,7 @@ class Profiler:
         samples: what micro-batches are made of.
         snapshot: the task's state, put back after every trial.
         min_headroom_bytes: what every device must keep free at its peak; one number or one per device.
+        loss_placement: where trials compute the loss.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class Profiler:
         snapshot: Snapshot,
         *,
         min_headroom_bytes: int | Sequence[int] = 0,
+        loss_placement: LossPlacement = "output",
     ) -> None:
         self._task, self._hardware, self._samples, self._snapshot = task, hardware, samples, snapshot
         self._min_headroom_bytes = min_headroom_bytes
+        self._loss_placement = loss_placement
 
     def measure(self, split: BatchSplit) -> Measurement:
         """Micro-steps and updates of `split`, timed apart, in rounds that end with an update."""
@@ -77,11 +81,20 @@ class Profiler:
             finally:
                 self._snapshot.restore()
         if lacking is not None:
-            return Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY, memory=memory, message=lacking)
-        return recorder.measurement(split).judged(self._min_headroom_bytes)
+            return Measurement(
+                split=split,
+                outcome=Outcome.OUT_OF_MEMORY,
+                memory=memory,
+                loss_placement=self._loss_placement,
+                message=lacking,
+            )
+        measurement = replace(recorder.measurement(split), loss_placement=self._loss_placement)
+        return measurement.judged(self._min_headroom_bytes)
 
     def _start(self, split: BatchSplit) -> TrainingStep:
-        model = self._hardware.wrap(self._task.model, split)
+        in_replica = self._loss_placement == "replica"
+        loss_fn = self._task.loss_in_replica(self._samples.batch) if in_replica else None
+        model = self._hardware.wrap(self._task.model, split, loss_fn=loss_fn)
         if not self._task.model.training:  # else the modes stay: a job may keep a frozen part of its model in eval mode
             model.train()
         optimizer = self._task.make_optimizer()
@@ -89,8 +102,8 @@ class Profiler:
         return TrainingStep(self._task, model, optimizer, split, self._samples)
 
     def _run_rounds(self, step: TrainingStep, recorder: Recorder) -> None:
-        # The first micro-step of a step makes the gradients, the others add to them. With k=2 there is one of each
-        # kind; from k=3 on most of them add, so a round of three has its median among those.
+        # The first micro-step of a step copies the parameters out, the last one brings the gradients home, and those
+        # between are alike: three kinds, so three micro-steps tell the time of any number of them.
         num_micro_steps = min(step.split.accumulation_steps, 3)
         for _ in range(1 if self._hardware.is_modelled else NUM_WARM_UPS):
             with recorder.phase("warm_up"):
@@ -98,9 +111,9 @@ class Profiler:
                 step.update()
         rounds_s: list[float] = []
         while not self._has_settled(rounds_s):
-            for _ in range(num_micro_steps):
+            for number in range(1, num_micro_steps + 1):
                 with recorder.phase("micro_step"):
-                    step.micro_step()
+                    step.micro_step(last=number == num_micro_steps)
             with recorder.phase("update"):
                 step.update()
             rounds_s.append(sum(recorder.times_s["micro_step"][-num_micro_steps:]))

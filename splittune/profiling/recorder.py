@@ -42,12 +42,15 @@ class Recorder:
         self._memory[name].append(self._hardware.memory())
 
     def measurement(self, split: BatchSplit) -> Measurement:
-        """What was recorded, as an `OK` measurement of `split`."""
+        """What was recorded, as an `OK` measurement of `split`: rounds of at most three micro-steps and an update."""
+        micro_steps, updates = self.times_s["micro_step"], self.times_s["update"]
+        if updates and len(micro_steps) == 3 * len(updates):
+            micro_steps, updates = _typical_and_once_a_step(micro_steps, updates)
         return Measurement(
             split=split,
             outcome=Outcome.OK,
-            micro_step_times_s=tuple(self.times_s["micro_step"]),
-            update_times_s=tuple(self.times_s["update"]),
+            micro_step_times_s=tuple(micro_steps),
+            update_times_s=tuple(updates),
             whole_step_times_s=tuple(self.times_s["whole_step"]),
             memory=self._peaks(),
             device_busy_s=tuple(map(median, zip(*self._busy_s, strict=True))) if self._busy_s else None,
@@ -64,6 +67,17 @@ class Recorder:
             )
             for index, device in enumerate(_largest(readings))
         )
+
+
+def _typical_and_once_a_step(micro_steps: list[float], updates: list[float]) -> tuple[list[float], list[float]]:
+    """From rounds of a first, a typical and a last micro-step: the typical ones, and what a step has but once.
+
+    That is the update, and what the first and the last micro-step take beyond a typical one, for copying parameters out
+    and bringing gradients home. Example: micro-steps of 5, 3 and 4 ms and an update of 2 ms give 3 ms, and 5 ms a step.
+    """
+    firsts, typical, lasts = micro_steps[0::3], micro_steps[1::3], micro_steps[2::3]
+    rounds = zip(firsts, typical, lasts, updates, strict=True)
+    return typical, [update + max(0.0, first + last - 2 * middle) for first, middle, last, update in rounds]
 
 
 def _largest(readings: list[tuple[DeviceMemory, ...]]) -> tuple[DeviceMemory, ...]:

@@ -11,13 +11,15 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from reprlib import repr as short_repr
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from splittune.errors import ConfigError, DeviceError
 from splittune.hardware.base import Device
 from splittune.hardware.resolve import resolve_hardware
+from splittune.parallel.accumulate import accumulate
+from splittune.profiling.measurement import LossPlacement
 from splittune.results.checks import check_int, check_str, positive_or_none
 from splittune.results.config_file import config_to_text, fields_from_text
 from splittune.results.files import write_atomically
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from splittune.hardware.base import Hardware
     from splittune.parallel import BalancedDataParallel
+    from splittune.parallel.replica_loss import LossFunction, WeightFunction
 
 
 def current_versions() -> dict[str, str]:
@@ -71,6 +74,8 @@ class SplitConfig:
     """Measured samples per second; None where not measured."""
     step_time_s: float | None = None
     """Measured seconds of one optimizer step; None where not measured."""
+    loss_placement: LossPlacement = "output"
+    """Where the loss was computed when this was measured: "replica" wants ``wrap(model, loss_fn)``."""
     seed: int = 0
     versions: dict[str, str] = field(default_factory=current_versions, hash=False)
     created: str = field(default_factory=_now)
@@ -90,6 +95,8 @@ class SplitConfig:
         for name in ("throughput", "step_time_s"):
             object.__setattr__(self, name, positive_or_none(name, getattr(self, name)))
         check_int("seed", self.seed, at_least=0)
+        if self.loss_placement not in get_args(LossPlacement):
+            raise ConfigError(f"loss_placement is {self.loss_placement!r}: expected one of {get_args(LossPlacement)}.")
         self._check_origin()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -131,11 +138,16 @@ class SplitConfig:
     def wrap(
         self,
         model: nn.Module,
-        devices: str | Sequence[str | int | torch.device] | None = None,
+        loss_fn: LossFunction | None = None,
         *,
+        weight_fn: WeightFunction | None = None,
+        devices: str | Sequence[str | int | torch.device] | None = None,
         hardware: Hardware | None = None,
     ) -> BalancedDataParallel:
         """The module to train with: `model` on its devices, every micro-batch spread as it was tuned.
+
+        With `loss_fn`, each device computes the loss of its own part: ``loss = wrapped(inputs, targets)``, and GPU 0 holds
+        no outputs of the others. `weight_fn(targets)` counts tokens where the loss is a mean over tokens.
 
         `devices` None takes those the config was tuned on, virtual ones included; to train on real cards what was
         planned on virtual ones, name them: ``wrap(model, devices=["cuda:0", "cuda:1"])``, 'GPU 0' first. `hardware`
@@ -157,20 +169,29 @@ class SplitConfig:
                 f"shard of {self.split}. Name {num_shards} devices, or tune for {num_given}."
             )
         self._warn_of_other_devices(hardware)
-        return hardware.wrap(model, self.split)
+        if loss_fn is None and self.loss_placement == "replica":
+            warnings.warn(
+                "this config was tuned with the loss computed in the replicas, and is wrapped without loss_fn: outputs will "
+                "be gathered on GPU 0, which may lack the memory. Use config.wrap(model, loss_fn).",
+                stacklevel=2,
+            )
+        return hardware.wrap(model, self.split, loss_fn=loss_fn, weight_fn=weight_fn)
 
-    def micro_batches(self, batch: Any) -> Iterator[MicroBatch]:
+    def micro_batches(self, batch: Any, model: BalancedDataParallel | None = None) -> Iterator[MicroBatch]:
         """`batch`, as the loader nests it, cut along dimension 0 into the micro-batches of one optimizer step.
 
         A full batch has `split.accumulation_steps` of them, of `split.micro_batch_sizes`. A short one (the loader's
         last) takes the fewest whose sizes, differing by at most one, exceed no tuned micro-batch. Weights sum to 1.
-        Worked: tuned for 64 in 4 steps, a batch of 20 gives ceil(20 / 16) = 2 micro-batches of 10.
+        Given the wrapped `model`, all but the last are yielded inside its `no_sync`: parameters and gradients then travel
+        once a step instead of once a micro-batch, and weights are those of its `weight_fn` where it has one. Worked: tuned for 64 in 4 steps, a batch of 20 gives ceil(20 / 16) = 2 micro-batches of 10.
 
         Raises:
             ConfigError: at the call, before anything is yielded: no sample, more samples than the config was tuned
                 for, no tensor, or tensors whose sizes differ.
         """
-        return cut_batch(batch, self.split)
+        if model is None:
+            return cut_batch(batch, self.split)
+        return accumulate(model, cut_batch(batch, self.split, model.weight_of))
 
     def summary(self) -> str:
         """One line: the split, the devices, and what was measured, 'modelled' where it was."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class MicroBatch:
     batch: Any
     """Nested as the whole batch is; its tensors are views of the batch's, still where the loader put them."""
     weight: float
-    """Its samples over those of the whole batch: a mean loss times this, summed, is the mean over the batch."""
+    """Its samples (or tokens) over those of the whole batch: a mean loss times this, summed, is that of the batch."""
 
 
 def micro_batch_sizes_of(num_samples: int, split: BatchSplit) -> tuple[int, ...]:
@@ -45,18 +45,28 @@ def micro_batch_sizes_of(num_samples: int, split: BatchSplit) -> tuple[int, ...]
     return spread_evenly(num_samples, math.ceil(num_samples / split.micro_batch_size))
 
 
-def cut_batch(batch: Any, split: BatchSplit) -> Iterator[MicroBatch]:
+def _samples(_batch: Any, num_samples: int) -> float:
+    return num_samples
+
+
+def cut_batch(batch: Any, split: BatchSplit, weigh: Callable[[Any, int], float] = _samples) -> Iterator[MicroBatch]:
     """`batch` cut along dimension 0 into the micro-batches of `micro_batch_sizes_of`; see `SplitConfig.micro_batches`.
+
+    `weigh(batch, num_samples)` says how much a batch or a part of it counts: its samples, unless told otherwise.
 
     Raises:
         ConfigError: at the call: no sample or too many, no tensor, or tensors whose sizes differ.
     """
-    return _parts(batch, micro_batch_sizes_of(batch_size_of(batch), split))
+    sizes = micro_batch_sizes_of(batch_size_of(batch), split)
+    whole = weigh(batch, sum(sizes))
+    if not whole:
+        raise ConfigError("the batch counts 0 by weight_fn: expected more, there is nothing to learn from. Skip it.")
+    return _parts(batch, sizes, weigh, whole)
 
 
-def _parts(batch: Any, sizes: Sequence[int]) -> Iterator[MicroBatch]:
-    num_samples, start = sum(sizes), 0
+def _parts(batch: Any, sizes: Sequence[int], weigh: Callable[[Any, int], float], whole: float) -> Iterator[MicroBatch]:
+    start = 0
     for size in sizes:
-        part = slice_batch(batch, start, start + size, batch_size=num_samples)
-        yield MicroBatch(batch=part, weight=size / num_samples)
+        part = slice_batch(batch, start, start + size, batch_size=sum(sizes))
+        yield MicroBatch(batch=part, weight=weigh(part, size) / whole)
         start += size

@@ -42,6 +42,7 @@ _TRIALS_TYPES = {
     "micro_batch_size": "Int64",
     "gpu0_bsz": "Int64",
     "shard_sizes": "string",
+    "loss_placement": "string",
     "throughput_samples_per_s": "Float64",
     "step_time_s": "Float64",
     "micro_step_time_s": "Float64",
@@ -88,6 +89,7 @@ def trials_table(trials: Iterable[TrialRecord], *, is_modelled: bool | None = No
     | `micro_batch_size` | samples | of the largest micro-batch, all devices together |
     | `gpu0_bsz` | samples | device 0's part of the largest micro-batch |
     | `shard_sizes` | samples | every device's part of the largest micro-batch: `5+20+20+19` |
+    | `loss_placement` | | `output`: from gathered outputs, on the output device; `replica`: in each replica |
     | `throughput_samples_per_s` | samples/s | global batch over step time |
     | `step_time_s` | s | one optimizer step: the median whole step, or else accumulation steps x micro-step + update |
     | `micro_step_time_s` | s | median forward and backward of one micro-batch |
@@ -154,6 +156,7 @@ def _trial_row(trial: TrialRecord, is_modelled: bool | None) -> dict[str, Any]:
         "micro_batch_size": split.micro_batch_size,
         "gpu0_bsz": split.gpu0_bsz,
         "shard_sizes": "+".join(map(str, split.shard_sizes)),
+        "loss_placement": measurement.loss_placement,
         "throughput_samples_per_s": measurement.throughput,
         "step_time_s": measurement.step_time_s,
         "micro_step_time_s": measurement.micro_step_time_s,

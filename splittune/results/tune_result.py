@@ -10,6 +10,7 @@ from pathlib import Path
 from splittune.hardware.base import Device
 from splittune.profiling.measurement import Measurement
 from splittune.results.config import SplitConfig
+from splittune.results.explain import explain
 from splittune.results.tables import devices_table, save_csv, trials_table
 from splittune.search import Trial
 
@@ -34,6 +35,11 @@ class TuneResult:
         if self.baseline is None or self.baseline.throughput is None or self.best.throughput is None:
             return None
         return self.best.throughput / self.baseline.throughput
+
+    @property
+    def explanation(self) -> str:
+        """One paragraph: how far apart the cards are at the best split, what fills the fullest, and what would help."""
+        return explain(self.trials, self.best, self.baseline, self.config.devices, is_modelled=self.config.is_modelled)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``split.json``, ``trials.csv`` and ``devices.csv`` into `folder`, which is made if missing.

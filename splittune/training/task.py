@@ -99,6 +99,8 @@ class TrainingTask:
             if self.step_fn is not None:
                 return self.step_fn(model, batch), None
             call = call_for(batch, has_loss_fn=self.loss_fn is not None)
+            if model.computes_loss:
+                return model(*call.args, call.targets, **call.kwargs), None
             output = model(*call.args, **call.kwargs)
             targets = model.to_output(call.targets)
             if self.loss_fn is not None:
@@ -106,6 +108,21 @@ class TrainingTask:
             loss, origin = infer_loss(output, targets)
             self._say_once(f"no loss_fn was given: the loss is {origin}.")
             return loss, (output, targets)
+
+    def loss_in_replica(self, batch: Any) -> Callable[[Any, Any], Tensor]:
+        """The job's loss as each replica can compute it from its own output and targets.
+
+        Raises:
+            ConfigError: the loss is not computed from an output and targets, so there is nothing to move.
+        """
+        targets = call_for(batch, has_loss_fn=self.loss_fn is not None).targets
+        if self.step_fn is not None or not isinstance(targets, Tensor):
+            what = "step_fn computes the loss" if self.step_fn is not None else "batches hold no targets"
+            raise ConfigError(
+                f"the loss cannot be placed in the replicas: {what}. Expected batches (inputs, targets), with loss_fn or one "
+                'to be inferred. Use loss_placement="output"; a model that returns its own loss computes it there already.'
+            )
+        return self.loss_fn or (lambda output, targets: infer_loss(output, targets)[0])
 
     def _autocast(self, model: BalancedDataParallel) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
@@ -191,9 +208,16 @@ class TrainingStep:
         self._loss_was_checked = False
         self._latest: tuple[Any, ...] = ()
 
-    def micro_step(self, num_samples: int | None = None) -> None:
-        """Forward and backward of one micro-batch, the largest unless told; its gradient weighs as its samples do."""
+    def micro_step(self, num_samples: int | None = None, *, last: bool = True) -> None:
+        """Forward and backward of one micro-batch, the largest unless told; its gradient weighs as its samples do.
+
+        The `last` one of a step brings the gradients home.
+        """
         size = self.split.micro_batch_size if num_samples is None else num_samples
+        with nullcontext() if last else self._model.no_sync():
+            self._forward_and_backward(size)
+
+    def _forward_and_backward(self, size: int) -> None:
         # Training loops keep the last loss, output and targets in their variables while the next forward runs: so does
         # this one, or the plan would be short by one output on the card that gathers them.
         self._latest = self._task.loss_of(self._model, self._batches[size])
@@ -210,6 +234,8 @@ class TrainingStep:
 
     def whole(self) -> None:
         """A complete optimizer step over the global batch."""
-        for size in self.split.micro_batch_sizes:
-            self.micro_step(size)
+        *others, final = self.split.micro_batch_sizes
+        for size in others:
+            self.micro_step(size, last=False)
+        self.micro_step(final)
         self.update()

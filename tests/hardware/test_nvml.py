@@ -61,6 +61,9 @@ class FakePynvml:
                 raise NVMLError("GPU is lost")
         return value
 
+    def nvmlSystemGetDriverVersion(self):
+        return "580.95.05"
+
     def nvmlInit(self):
         self.num_connections += 1
 
@@ -368,3 +371,10 @@ def test_the_installed_nvidia_ml_py_has_every_call_made():
     pynvml = pytest.importorskip("pynvml")
     missing = [name for name in dir(FakePynvml) if name.lower().startswith("nvml") and not hasattr(pynvml, name)]
     assert missing == []
+
+
+def test_the_driver_says_its_version(install):
+    """Reports of real cards name the driver they ran with."""
+    install()
+    with Nvml() as nvml:
+        assert nvml.driver_version() == "580.95.05"

@@ -236,7 +236,7 @@ def test_nothing_is_kept_after_a_step(link: Link | None, trains: bool) -> None:
             output.sum().backward()
         del output
         alive = [ref() for ref in born]
-        assert {id(thing) for thing in alive if thing is not None} == {id(module), id(module.scale)}
+        assert {id(thing) for thing in alive if thing is not None} <= {id(module), id(module.scale)}
     assert len(born) == 12
 
 

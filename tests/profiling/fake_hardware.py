@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
+from typing import Any
 
 from torch import nn, optim
 
@@ -50,7 +51,7 @@ class FakeHardware:
         self._durations_s, self._peaks, self._outside = iter(self.durations_s), iter(self.peaks), iter(self.outside)
         self._busy = None if self.busy is None else iter(self.busy)
 
-    def wrap(self, model: nn.Module, split: BatchSplit) -> BalancedDataParallel:
+    def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         self.log.append("wrap")
         return BalancedDataParallel(module=model, shard_sizes=split.shard_sizes, device_ids=["cpu", "cpu"])
 

@@ -71,7 +71,7 @@ class FakeHardware:
         self.devices = present
         self.is_modelled = is_modelled
 
-    def wrap(self, model: Any, split: BatchSplit) -> Any:
+    def wrap(self, model: Any, split: BatchSplit, **options: Any) -> Any:
         return SimpleNamespace(model=model, split=split, hardware=self)
 
 
@@ -484,7 +484,7 @@ def test_wrap_refuses_devices_and_hardware_together() -> None:
     """Two answers to one question are refused."""
     hardware: Any = VIRTUAL
     with pytest.raises(ConfigError, match=r"devices=\['cuda:0'\] and hardware= as well: expected at most one"):
-        config().wrap(torch.nn.Linear(2, 2), ["cuda:0"], hardware=hardware)
+        config().wrap(torch.nn.Linear(2, 2), devices=["cuda:0"], hardware=hardware)
 
 
 def test_a_plan_on_real_cards_warns_that_it_was_not_measured(asked: list[Any]) -> None:

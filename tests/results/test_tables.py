@@ -92,6 +92,7 @@ def test_one_row_a_trial_with_what_was_measured() -> None:
         "micro_batch_size": 64,
         "gpu0_bsz": 5,
         "shard_sizes": "5+20+20+19",
+        "loss_placement": "output",
         "throughput_samples_per_s": 128 / 0.22,
         "step_time_s": 0.22,
         "micro_step_time_s": 0.1,

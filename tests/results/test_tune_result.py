@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from splittune import ConfigError
-from splittune.hardware.base import Device
+from splittune.hardware.base import Device, DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.results import SplitConfig, TuneResult, save_tables
 from splittune.search import Trial
 from splittune.split import BatchSplit
+from splittune.units import MIB
 
 SPLIT = BatchSplit(global_batch_size=300, accumulation_steps=1, shard_sizes=(100, 200))
 EVEN = BatchSplit(global_batch_size=300, accumulation_steps=1, shard_sizes=(150, 150))
@@ -50,6 +52,20 @@ def test_speedup_is_best_over_baseline() -> None:
 def test_without_a_baseline_there_is_no_speedup() -> None:
     """Where no even split fitted there is nothing to compare with: None, not 0 or infinity."""
     assert result(baseline=None).speedup is None
+
+
+def test_the_explanation_is_one_paragraph() -> None:
+    """The result says in words how full the cards are, and admits what was not recorded."""
+    memory = tuple(
+        DeviceMemory(
+            device=index, total_bytes=1000 * MIB, outside_bytes=0, peak_allocated_bytes=peak, peak_reserved_bytes=peak
+        )
+        for index, peak in enumerate((700 * MIB, 400 * MIB))
+    )
+    explained = replace(result(), best=replace(BEST, memory=memory)).explanation
+    assert "GPU 0 is the fullest card, with 300.0 MiB left free" in explained
+    assert "1.25 times the samples per second (modelled)" in explained
+    assert "not recorded" in result().explanation
 
 
 def test_save_writes_three_files(tmp_path: Path) -> None:

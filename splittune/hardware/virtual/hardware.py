@@ -80,8 +80,11 @@ class VirtualHardware:
             groups.append(f"{len(list(group))}x{gpu.name}{occupied}")
         return ",".join(groups)
 
-    def wrap(self, model: nn.Module, split: BatchSplit) -> BalancedDataParallel:
-        """`model`, on the CPU, wrapped for `split`; its parameters and buffers belong to virtual GPU 0."""
+    def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
+        """`model`, on the CPU, wrapped for `split`; its parameters and buffers belong to virtual GPU 0.
+
+        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`.
+        """
         if split.num_devices != len(self.gpus):
             raise DeviceError(f"the split {split} is for {split.num_devices} devices, and there are {len(self.gpus)}.")
         model.to("cpu")
@@ -90,6 +93,7 @@ class VirtualHardware:
             shard_sizes=split.shard_sizes,
             device_ids=["cpu"] * len(self.gpus),
             link=VirtualLink(self),
+            **options,
         )
         self._wrapped = [ref for ref in self._wrapped if ref() is not None]
         self._wrapped.append(weakref.ref(wrapper))

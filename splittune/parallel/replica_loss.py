@@ -1,0 +1,59 @@
+"""The loss where the data is: each replica computes it on its own device, and only scalars travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from splittune.errors import ConfigError
+from splittune.parallel.link import Link
+from splittune.parallel.replicas import replicate
+
+LossFunction = Callable[[Any, Any], Tensor]
+WeightFunction = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoss:
+    """``loss_fn(output, targets)`` for every replica, and what its mean is a mean over.
+
+    `weight_fn(targets)` says how much a shard counts: its tokens, where the mean is over tokens. Without it a shard
+    counts as its samples. Example: losses of 1.0 and 4.0 over shards of 2 and 6 tokens are 3.25 together.
+    """
+
+    loss_fn: LossFunction
+    weight_fn: WeightFunction | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss_fn", "weight_fn"):
+            function: object = getattr(self, name)
+            if function is not None and not callable(function):
+                raise ConfigError(f"{name} is {function!r}: expected a function.")
+
+    def on(self, positions: Sequence[int], link: Link) -> dict[int, LossFunction]:
+        """The loss function for each position; one that is a module, with class weights say, is copied there."""
+        if not isinstance(self.loss_fn, nn.Module):
+            return dict.fromkeys(positions, self.loss_fn)
+        return dict(zip(positions, replicate(self.loss_fn, link, positions), strict=True))
+
+    def weight_of(self, targets: Any, num_samples: int) -> float:
+        """How much a shard or a micro-batch with these targets counts.
+
+        Raises:
+            ConfigError: `weight_fn` gave something other than a number of at least 0.
+        """
+        if self.weight_fn is None:
+            return float(num_samples)
+        weight = self.weight_fn(targets)
+        try:
+            number = float(weight)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"weight_fn gave {weight!r}: expected one number, such as the tokens that count in these targets."
+            ) from error
+        if not 0 <= number < float("inf"):
+            raise ConfigError(f"weight_fn gave {number}: expected a finite number of at least 0.")
+        return number
