@@ -38,7 +38,7 @@ app = typer.Typer(
 )
 console = Console()
 
-OutOption = Annotated[Path, typer.Option("--out", help="Folder for split.json, trials.csv and devices.csv.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for split.json, the tables and the explanation.")]
 MaxTrialsOption = Annotated[int, typer.Option(min=1, help="Splits to search at most.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="For whatever is drawn at random.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
@@ -97,7 +97,9 @@ def tune_command(
         seed=seed,
     )
     show_result(result, console)
-    console.print(f"\nWritten to {out}: split.json, trials.csv, devices.csv. To train:", highlight=False)
+    console.print(
+        f"\nWritten to {out}: split.json, trials.csv, devices.csv, explanation.txt. To train:", highlight=False
+    )
     console.print(
         f'    config = splittune.SplitConfig.load("{out / "split.json"}")\n    model = config.wrap(model)',
         highlight=False,
@@ -121,7 +123,7 @@ def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False) -> None
     )
     result = _tune_and_save(task, hardware, out, quiet=quiet, max_trials=DEMO_MAX_TRIALS)
     show_result(result, console)
-    console.print(f"\nWritten to {out}: split.json, trials.csv, devices.csv.\n", highlight=False)
+    console.print(f"\nWritten to {out}: split.json, trials.csv, devices.csv, explanation.txt.\n", highlight=False)
     config = SplitConfig.load(out / "split.json")
     losses, peaks = train_under_config(config, hardware, on_step=None if quiet else _show_step)
     show_memory_plan(config, peaks, console)

@@ -312,7 +312,9 @@ def test_the_demo_trains_what_it_tuned(run: Run, tmp_path: Path) -> None:
     ended = run("demo", "--out", "demo")
     torch.set_num_threads(threads)
     assert ended.code == 0
-    assert {"split.json", "trials.csv", "devices.csv"} == {path.name for path in (tmp_path / "demo").iterdir()}
+    assert {"split.json", "trials.csv", "devices.csv", "explanation.txt"} == {
+        path.name for path in (tmp_path / "demo").iterdir()
+    }
     config = SplitConfig.load(tmp_path / "demo/split.json")
     fallen = re.search(r"loss fell from ([\d.]+) to ([\d.]+) in (\d+) steps of exactly (\d+) samples", ended.out)
     assert fallen is not None

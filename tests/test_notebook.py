@@ -19,6 +19,7 @@ def test_the_quickstart_runs(tmp_path):
         "split.json",
         "trials.csv",
         "devices.csv",
+        "explanation.txt",
     }
 
 

@@ -16,7 +16,7 @@ from splittune.errors import WindowError
 from splittune.parallel.link import Link
 from splittune.parallel.nesting import tensors_of
 from splittune.parallel.replicas import rebuild, unique_tensors
-from splittune.parallel.transfer import plus, add_to_home, copy_to_each
+from splittune.parallel.transfer import add_to_home, copy_to_each, plus
 
 # Private, and what DistributedDataParallel and FSDP end their backward with. tests/parallel/test_window.py checks it.
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from splittune.hardware.base import Hardware
     from splittune.parallel import BalancedDataParallel
+    from splittune.parallel.balanced import Engine
     from splittune.parallel.replica_loss import LossFunction, WeightFunction
 
 
@@ -141,13 +142,15 @@ class SplitConfig:
         loss_fn: LossFunction | None = None,
         *,
         weight_fn: WeightFunction | None = None,
+        engine: Engine = "window",
         devices: str | Sequence[str | int | torch.device] | None = None,
         hardware: Hardware | None = None,
     ) -> BalancedDataParallel:
         """The module to train with: `model` on its devices, every micro-batch spread as it was tuned.
 
         With `loss_fn`, each device computes the loss of its own part: ``loss = wrapped(inputs, targets)``, and GPU 0 holds
-        no outputs of the others. `weight_fn(targets)` counts tokens where the loss is a mean over tokens.
+        no outputs of the others. `weight_fn(targets)` counts tokens where the loss is a mean over tokens. `engine` "torch"
+        copies parameters at every micro-batch, as nn.DataParallel does: a way out where windows do not fit the job.
 
         `devices` None takes those the config was tuned on, virtual ones included; to train on real cards what was
         planned on virtual ones, name them: ``wrap(model, devices=["cuda:0", "cuda:1"])``, 'GPU 0' first. `hardware`
@@ -175,7 +178,7 @@ class SplitConfig:
                 "be gathered on GPU 0, which may lack the memory. Use config.wrap(model, loss_fn).",
                 stacklevel=2,
             )
-        return hardware.wrap(model, self.split, loss_fn=loss_fn, weight_fn=weight_fn)
+        return hardware.wrap(model, self.split, loss_fn=loss_fn, weight_fn=weight_fn, engine=engine)
 
     def micro_batches(self, batch: Any, model: BalancedDataParallel | None = None) -> Iterator[MicroBatch]:
         """`batch`, as the loader nests it, cut along dimension 0 into the micro-batches of one optimizer step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,12 @@ from splittune.hardware.base import Device
 from splittune.profiling.measurement import Measurement
 from splittune.results.config import SplitConfig
 from splittune.results.explain import explain
+from splittune.results.files import write_atomically
 from splittune.results.tables import devices_table, save_csv, trials_table
 from splittune.search import Trial
 
 CONFIG_FILE, TRIALS_FILE, DEVICES_FILE = "split.json", "trials.csv", "devices.csv"
+EXPLANATION_FILE = "explanation.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +45,13 @@ class TuneResult:
         return explain(self.trials, self.best, self.baseline, self.config.devices, is_modelled=self.config.is_modelled)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``split.json``, ``trials.csv`` and ``devices.csv`` into `folder`, which is made if missing.
+        """Write ``split.json``, ``trials.csv``, ``devices.csv`` and ``explanation.txt`` into `folder`, made if missing.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
         self.config.save(Path(folder) / CONFIG_FILE)
+        write_atomically(Path(folder) / EXPLANATION_FILE, textwrap.fill(self.explanation, 100) + "\n")
         return save_tables(folder, self.trials, self.config.devices, is_modelled=self.config.is_modelled)
 
 

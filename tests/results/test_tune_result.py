@@ -72,7 +72,7 @@ def test_save_writes_three_files(tmp_path: Path) -> None:
     """The config, one row a trial, and one row a trial and device, in a folder that is made."""
     folder = result().save(tmp_path / "runs" / "split")
     assert folder == tmp_path / "runs" / "split"
-    assert {path.name for path in folder.iterdir()} == {"split.json", "trials.csv", "devices.csv"}
+    assert {path.name for path in folder.iterdir()} == {"split.json", "trials.csv", "devices.csv", "explanation.txt"}
     assert SplitConfig.load(folder / "split.json") == result().config
     with (folder / "trials.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
