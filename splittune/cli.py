@@ -25,7 +25,7 @@ from splittune.results import SplitConfig, TuneResult, save_tables
 from splittune.results.files import check_writable
 from splittune.search import Trial
 from splittune.training import TrainingTask
-from splittune.tuner import DEFAULT_MAX_TRIALS, LossPlacements, tune
+from splittune.tuner import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, tune
 from splittune.units import GIB, format_bytes
 
 EXIT_NO_FEASIBLE_SPLIT, EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -85,17 +85,10 @@ def tune_command(
     task = load_task(job)
     if global_batch_size is not None:
         task = dataclasses.replace(task, global_batch_size=global_batch_size)
-    result = _tune_and_save(
-        task,
-        hardware,
-        out,
-        quiet=quiet,
-        max_trials=max_trials,
-        timeout_s=timeout_s,
-        storage=storage,
-        loss_placement=loss_placement,
-        seed=seed,
+    options = SearchOptions(
+        max_trials=max_trials, timeout_s=timeout_s, storage=storage, loss_placement=loss_placement, seed=seed
     )
+    result = _tune_and_save(task, hardware, out, options, quiet=quiet)
     show_result(result, console)
     console.print(
         f"\nWritten to {out}: split.json, trials.csv, devices.csv, explanation.txt. To train:", highlight=False
@@ -121,7 +114,7 @@ def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False) -> None
         "modelled.\nAnother program holds most of GPU 0, as a notebook left open does.\n",
         highlight=False,
     )
-    result = _tune_and_save(task, hardware, out, quiet=quiet, max_trials=DEMO_MAX_TRIALS)
+    result = _tune_and_save(task, hardware, out, SearchOptions(max_trials=DEMO_MAX_TRIALS), quiet=quiet)
     show_result(result, console)
     console.print(f"\nWritten to {out}: split.json, trials.csv, devices.csv, explanation.txt.\n", highlight=False)
     config = SplitConfig.load(out / "split.json")
@@ -173,16 +166,7 @@ def devices() -> None:
 
 
 def _tune_and_save(
-    task: TrainingTask,
-    hardware: Hardware,
-    out: Path,
-    *,
-    quiet: bool,
-    max_trials: int,
-    timeout_s: float | None = None,
-    storage: str | None = None,
-    loss_placement: LossPlacements = "output",
-    seed: int = 0,
+    task: TrainingTask, hardware: Hardware, out: Path, options: SearchOptions, *, quiet: bool
 ) -> TuneResult:
     """Tune and write the files; when it ends early, by Ctrl-C say, the finished trials are written all the same."""
     observer = _KeepingReporter(SilentReporter() if quiet else ConsoleReporter(console))
@@ -193,16 +177,7 @@ def _tune_and_save(
         force=True,
     )
     try:
-        result = tune(
-            task,
-            hardware,
-            observer=observer,
-            max_trials=max_trials,
-            timeout_s=timeout_s,
-            storage=storage,
-            loss_placement=loss_placement,
-            seed=seed,
-        )
+        result = tune(task, hardware, options, observer)
     except BaseException as error:
         if observer.trials:
             save_tables(out, observer.trials, hardware.devices, is_modelled=hardware.is_modelled)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -32,6 +32,40 @@ MIN_BATCH_NORM_SHARD = 4
 
 LossPlacements = Literal["output", "replica", "either"]
 Devices = str | Sequence[str | int | torch.device] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """What the caller says of the search, checked, in one piece; `autotune` documents each.
+
+    Raises:
+        ConfigError: a value of the wrong type or range.
+    """
+
+    min_headroom_bytes: int | Sequence[int] | None = None
+    max_trials: int = DEFAULT_MAX_TRIALS
+    timeout_s: float | None = None
+    storage: str | os.PathLike[str] | None = None
+    loss_placement: LossPlacements = "output"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_whole("seed", self.seed)
+        if self.loss_placement not in get_args(LossPlacements):
+            raise ConfigError(f"loss_placement is {self.loss_placement!r}: expected one of {get_args(LossPlacements)}.")
+
+    @property
+    def placements(self) -> tuple[LossPlacement, ...]:
+        """The placements to search, each with its part of the trials and of the time."""
+        return ("output", "replica") if self.loss_placement == "either" else (self.loss_placement,)
+
+    @property
+    def max_trials_each(self) -> int:
+        return self.max_trials if len(self.placements) == 1 else max(1, self.max_trials // 2)
+
+    @property
+    def timeout_each_s(self) -> float | None:
+        return self.timeout_s if len(self.placements) == 1 or self.timeout_s is None else self.timeout_s / 2
 
 
 class Observer(Protocol):
@@ -104,44 +138,27 @@ def autotune(
         autocast_dtype=autocast_dtype,
         global_batch_size=global_batch_size,
     )
-    return tune(
-        task,
-        resolve_hardware(devices),
+    options = SearchOptions(
         min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,
         timeout_s=timeout_s,
         storage=storage,
         loss_placement=loss_placement,
         seed=seed,
-        observer=reporter_for(progress),
     )
+    return tune(task, resolve_hardware(devices), options, reporter_for(progress))
 
 
-def tune(
-    task: TrainingTask,
-    hardware: Hardware,
-    *,
-    observer: Observer,
-    min_headroom_bytes: int | Sequence[int] | None = None,
-    max_trials: int = DEFAULT_MAX_TRIALS,
-    timeout_s: float | None = None,
-    storage: str | os.PathLike[str] | None = None,
-    loss_placement: LossPlacements = "output",
-    seed: int = 0,
-) -> TuneResult:
+def tune(task: TrainingTask, hardware: Hardware, options: SearchOptions, observer: Observer) -> TuneResult:
     """`autotune` for a task and hardware at hand: profile, search, confirm, and leave the job as it was found."""
-    _check_whole("seed", seed)
-    if loss_placement not in get_args(LossPlacements):
-        raise ConfigError(f"loss_placement is {loss_placement!r}: expected one of {get_args(LossPlacements)}.")
-    placements: tuple[LossPlacement, ...] = ("output", "replica") if loss_placement == "either" else (loss_placement,)
     snapshot = task.snapshot()
     try:
         samples = read_batches(task.loader)
-        if "replica" in placements:
+        if "replica" in options.placements:
             task.loss_in_replica(samples.batch)  # says so now if it cannot be
         space = _space_for(task, samples.loader_batch_size, len(hardware.devices))
-        headroom = _headroom_for(hardware, min_headroom_bytes)
-        observer.on_start(hardware, space, max_trials)
+        headroom = _headroom_for(hardware, options.min_headroom_bytes)
+        observer.on_start(hardware, space, options.max_trials)
         trials: list[Trial] = []
 
         def on_trial(trial: Trial) -> None:
@@ -165,16 +182,16 @@ def tune(
                 space,
                 measure,
                 confirm=confirm,
-                max_trials=max_trials if len(placements) == 1 else max(1, max_trials // 2),
-                timeout_s=timeout_s if len(placements) == 1 or timeout_s is None else timeout_s / 2,
-                storage=storage,
+                max_trials=options.max_trials_each,
+                timeout_s=options.timeout_each_s,
+                storage=options.storage,
                 study_name=_study_name(task, hardware, placement),
-                seed=seed,
+                seed=options.seed,
                 min_headroom_bytes=headroom,
                 on_trial=on_trial,
             )
 
-        found = replace(_best_of(search, placements), trials=tuple(trials))
+        found = replace(_best_of(search, options.placements), trials=tuple(trials))
     finally:
         try:
             hardware.recover()
@@ -182,7 +199,7 @@ def tune(
             snapshot.restore()
             snapshot.restore_gradients()
             observer.on_end()
-    return _result_of(found, hardware, headroom, seed)
+    return _result_of(found, hardware, headroom, options.seed)
 
 
 def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequence[LossPlacement]) -> SearchResult:
