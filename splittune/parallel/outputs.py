@@ -37,7 +37,7 @@ def combine_outputs(outputs: Sequence[Any], weights: Sequence[float], link: Link
         if all(isinstance(leaf, Tensor) for leaf in leaves):
             return _combine_tensors(path, leaves, shares, link, place, dim)
         if all(isinstance(leaf, float) for leaf in leaves):
-            return sum(share * leaf for share, leaf in zip(shares, leaves, strict=True))
+            return sum(share * leaf for share, leaf in zip(shares, leaves, strict=True) if share)
         return _only_value(path, leaves)
 
     return zip_map(combine, outputs)
@@ -50,7 +50,7 @@ def _moved(output: Any, link: Link, place: Any) -> Any:
 
 
 def _combine_tensors(
-    path: str, leaves: list[Tensor], weights: Sequence[float], link: Link, place: Any, dim: int
+    path: str, leaves: list[Tensor], shares: Sequence[float], link: Link, place: Any, dim: int
 ) -> Tensor:
     _check_alike(path, leaves, dim)
     if leaves[0].dim():
@@ -59,7 +59,9 @@ def _combine_tensors(
     if not (leaves[0].is_floating_point() or leaves[0].is_complex()):
         return torch.stack(sent)
     wide = torch.promote_types(leaves[0].dtype, torch.float32)  # half precision is rounded once, at the end
-    weighted = [leaf.to(wide) * weight for leaf, weight in zip(sent, weights, strict=True)]
+    # What counts nothing is left out: a mean over no tokens is NaN, and so would 0 times it be, and its gradient.
+    pairs = zip(sent, shares, strict=True)
+    weighted = [leaf.to(wide) * share for leaf, share in pairs if share]
     return sum(weighted[1:], weighted[0]).to(leaves[0].dtype)
 
 

@@ -52,7 +52,8 @@ def _samples(_batch: Any, num_samples: int) -> float:
 def cut_batch(batch: Any, split: BatchSplit, weigh: Callable[[Any, int], float] = _samples) -> Iterator[MicroBatch]:
     """`batch` cut along dimension 0 into the micro-batches of `micro_batch_sizes_of`; see `SplitConfig.micro_batches`.
 
-    `weigh(batch, num_samples)` says how much a batch or a part of it counts: its samples, unless told otherwise.
+    `weigh(batch, num_samples)` says how much a batch or a part of it counts: its samples, unless told otherwise. What
+    counts 0 is left out.
 
     Raises:
         ConfigError: at the call: no sample or too many, no tensor, or tensors whose sizes differ.
@@ -68,5 +69,7 @@ def _parts(batch: Any, sizes: Sequence[int], weigh: Callable[[Any, int], float],
     start = 0
     for size in sizes:
         part = slice_batch(batch, start, start + size, batch_size=sum(sizes))
-        yield MicroBatch(batch=part, weight=weigh(part, size) / whole)
         start += size
+        weight = weigh(part, size)
+        if weight:  # a mean over no tokens is NaN, and weighing it by 0 does not help
+            yield MicroBatch(batch=part, weight=weight / whole)

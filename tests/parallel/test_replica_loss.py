@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,9 +75,10 @@ def test_the_loss_and_its_gradient_are_those_of_one_device(shards: list[int], en
 
 
 @settings(max_examples=30)
+@example(sizes=[3, 3, 3], ignored=set(range(5)))  # the first micro-batch, and shards of the second, count nothing
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), ignored=st.sets(st.integers(0, 23)))
 def test_a_mean_over_tokens_is_exact_with_a_weight_function(sizes: list[int], ignored: set[int]) -> None:
-    """With padding spread unevenly over shards and micro-batches, counting the tokens gives one device's gradient."""
+    """With padding spread unevenly, up to shards and micro-batches of padding alone, it is one device's gradient."""
     inputs, targets = batch_of(sum(sizes))
     targets[[index for index in ignored if index < len(targets) - 1]] = IGNORED
     expected, theirs = on_one_device(functional.cross_entropy, inputs, targets)
@@ -102,16 +103,24 @@ def test_a_mean_over_tokens_is_exact_with_a_weight_function(sizes: list[int], ig
 
 
 def test_a_loss_with_weights_of_its_own_works_on_every_device() -> None:
-    """Class weights, a module's buffer, are copied to each replica, and stay out of the wrapper's state_dict."""
+    """Class weights, a module's buffer, are copied to each virtual GPU, and stay out of the wrapper's state_dict.
+
+    Such a loss is a mean over the weights of the samples' classes, so these are what `weight_fn` counts.
+    """
     inputs, targets = batch_of(9)
-    loss_fn = nn.MSELoss()
-    loss_fn.register_buffer("scale", torch.tensor(2.0))
+    classes = torch.tensor([0.5, 1.0, 2.0, 4.0])
+    expected, theirs = on_one_device(nn.CrossEntropyLoss(weight=classes), inputs, targets)
+    hardware = resolve_hardware("3xRTX3090")
+    split = BatchSplit(global_batch_size=9, accumulation_steps=1, shard_sizes=(2, 3, 4))
     model = net()
-    wrapped = BalancedDataParallel(3, model, ["cpu"] * 3, loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1))
-    wrapped(inputs, targets).backward()
-    _, theirs = on_one_device(nn.CrossEntropyLoss(label_smoothing=0.1), inputs, targets)
+    loss_fn = nn.CrossEntropyLoss(weight=classes.clone())
+    with hardware.metered():
+        wrapped = hardware.wrap(model, split, loss_fn=loss_fn, weight_fn=lambda targets: classes[targets].sum())
+        loss = wrapped(inputs, targets)
+        loss.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
     assert_same(gradients(model), theirs)
-    assert set(wrapped.state_dict()) == set(nn.ModuleDict({"module": model}).state_dict())
+    assert set(wrapped.state_dict()) == {f"module.{name}" for name in model.state_dict()}
 
 
 def test_a_loss_that_learns_gets_its_gradient() -> None:
