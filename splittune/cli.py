@@ -7,26 +7,29 @@ import logging
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from splittune.demo import DEMO_DEVICES, DEMO_MAX_TRIALS, byte_gpt, train_under_config
+from splittune.demo import DEMO_DEVICES, byte_gpt, train_under_config
 from splittune.errors import NoFeasibleSplitError, NvmlUnavailableError, SplittuneError
-from splittune.hardware import Hardware, resolve_hardware
+from splittune.hardware import resolve_hardware
+from splittune.hardware.cuda import count_visible_devices
 from splittune.hardware.nvml import Nvml
 from splittune.hardware.virtual.catalog import GPUS
 from splittune.job_file import load_task
 from splittune.progress import ConsoleReporter, SilentReporter, show_memory_plan, show_result
 from splittune.results import SplitConfig, TuneResult, save_tables
 from splittune.results.files import check_writable
-from splittune.search import Trial
-from splittune.training import TrainingTask
-from splittune.tuner import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, tune
+from splittune.runner import Cards, LocalRunner, Runner
+from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
+from splittune.split import SplitSpace
+from splittune.tuner import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, SharesChoice, tune
 from splittune.units import GIB, format_bytes
+from splittune.worker import DEFAULT_TRIAL_TIMEOUT_S, WorkerError, WorkerRunner
 
 EXIT_NO_FEASIBLE_SPLIT, EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -38,6 +41,7 @@ app = typer.Typer(
 )
 console = Console()
 
+Isolation = Literal["auto", "process", "none"]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for split.json, the tables and the explanation.")]
 MaxTrialsOption = Annotated[int, typer.Option(min=1, help="Splits to search at most.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="For whatever is drawn at random.")]
@@ -50,6 +54,8 @@ def main() -> None:
         app()
     except NoFeasibleSplitError as error:
         _fail(error, EXIT_NO_FEASIBLE_SPLIT)
+    except WorkerError as error:
+        _fail(error, EXIT_JOB_FAILED)
     except SplittuneError as error:
         if error.__cause__ is not None and not isinstance(error.__cause__, SplittuneError | OSError):
             traceback.print_exception(error.__cause__)
@@ -76,19 +82,47 @@ def tune_command(
     loss_placement: Annotated[
         LossPlacements, typer.Option(help='Compute the loss in each "replica" instead of from gathered outputs.')
     ] = "output",
+    shares: Annotated[
+        SharesChoice,
+        typer.Option(
+            help='"gpu0": GPU 0\'s share, the rest even; "each": every card its own; "auto": by how alike they are.'
+        ),
+    ] = "auto",
+    sampler: Annotated[str, typer.Option(help=f"One of {', '.join(SAMPLER_NAMES)}.")] = DEFAULT_SAMPLER,
+    isolation: Annotated[
+        Isolation,
+        typer.Option(
+            help='"process": trials run in a process of their own, which may crash or hang without ending the search; '
+            '"none": in this one; "auto": the first on CUDA devices, the second on virtual ones.'
+        ),
+    ] = "auto",
+    trial_timeout_s: Annotated[
+        float, typer.Option(help="Seconds after which a trial in a process of its own counts as hung.")
+    ] = DEFAULT_TRIAL_TIMEOUT_S,
     seed: SeedOption = 0,
     quiet: QuietOption = False,
 ) -> None:
     """Find the fastest split for your own job, and write the config to train with."""
     check_writable(out)
-    hardware = resolve_hardware(devices)
-    task = load_task(job)
-    if global_batch_size is not None:
-        task = dataclasses.replace(task, global_batch_size=global_batch_size)
+    runner: Runner
+    if isolation == "process" or (isolation == "auto" and _names_cuda_devices(devices)):
+        runner = WorkerRunner(job, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
+    else:
+        hardware = resolve_hardware(devices)
+        task = load_task(job)
+        if global_batch_size is not None:
+            task = dataclasses.replace(task, global_batch_size=global_batch_size)
+        runner = LocalRunner(task, hardware)
     options = SearchOptions(
-        max_trials=max_trials, timeout_s=timeout_s, storage=storage, loss_placement=loss_placement, seed=seed
+        max_trials=max_trials,
+        timeout_s=timeout_s,
+        storage=storage,
+        loss_placement=loss_placement,
+        shares=shares,
+        sampler=sampler,
+        seed=seed,
     )
-    result = _tune_and_save(task, hardware, out, options, quiet=quiet)
+    result = _tune_and_save(runner, out, options, quiet=quiet)
     show_result(result, console)
     console.print(
         f"\nWritten to {out}: split.json, trials.csv, devices.csv, explanation.txt. To train:", highlight=False
@@ -114,7 +148,8 @@ def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False) -> None
         "modelled.\nAnother program holds most of GPU 0, as a notebook left open does.\n",
         highlight=False,
     )
-    result = _tune_and_save(task, hardware, out, SearchOptions(max_trials=DEMO_MAX_TRIALS), quiet=quiet)
+    runner = LocalRunner(task, hardware)
+    result = _tune_and_save(runner, out, SearchOptions(), quiet=quiet)
     show_result(result, console)
     console.print(f"\nWritten to {out}: split.json, trials.csv, devices.csv, explanation.txt.\n", highlight=False)
     config = SplitConfig.load(out / "split.json")
@@ -165,9 +200,7 @@ def devices() -> None:
     console.print("Sources: splittune/hardware/virtual/catalog.py", highlight=False)
 
 
-def _tune_and_save(
-    task: TrainingTask, hardware: Hardware, out: Path, options: SearchOptions, *, quiet: bool
-) -> TuneResult:
+def _tune_and_save(runner: Runner, out: Path, options: SearchOptions, *, quiet: bool) -> TuneResult:
     """Tune and write the files; when it ends early, by Ctrl-C say, the finished trials are written all the same."""
     observer = _KeepingReporter(SilentReporter() if quiet else ConsoleReporter(console))
     logging.basicConfig(
@@ -177,10 +210,10 @@ def _tune_and_save(
         force=True,
     )
     try:
-        result = tune(task, hardware, options, observer)
+        result = tune(runner, options, observer)
     except BaseException as error:
-        if observer.trials:
-            save_tables(out, observer.trials, hardware.devices, is_modelled=hardware.is_modelled)
+        if observer.cards is not None and observer.trials:
+            save_tables(out, observer.trials, observer.cards.devices, is_modelled=observer.cards.is_modelled)
             console.print(f"{len(observer.trials)} finished trials are kept in {out}/trials.csv", highlight=False)
         if isinstance(error, KeyboardInterrupt):
             console.print("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
@@ -198,18 +231,28 @@ class _LinesAboveTheBar(logging.Handler):
 
 
 class _KeepingReporter:
-    """Passes everything on, and keeps the finished trials."""
+    """Passes everything on, and keeps the finished trials and what they ran on."""
 
     def __init__(self, reporter: ConsoleReporter | SilentReporter) -> None:
         self.trials: list[Trial] = []
-        self.on_start = reporter.on_start
+        self.cards: Cards | None = None
         self.on_measure = reporter.on_measure
         self.on_end = reporter.on_end
         self._reporter = reporter
 
+    def on_start(self, cards: Cards, space: SplitSpace, max_trials: int) -> None:
+        self.cards = cards
+        self._reporter.on_start(cards, space, max_trials)
+
     def on_trial(self, trial: Trial) -> None:
         self.trials.append(trial)
         self._reporter.on_trial(trial)
+
+
+def _names_cuda_devices(devices: str | None) -> bool:
+    """Whether trials are to run on CUDA devices that are there; asking makes no context on them."""
+    names = [] if devices is None else [name.strip().partition(":")[0] for name in devices.split(",")]
+    return all(name == "cuda" or name.isdecimal() for name in names) and count_visible_devices() > 0
 
 
 def _show_step(step: int, loss: float) -> None:

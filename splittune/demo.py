@@ -18,7 +18,6 @@ from splittune.training import TrainingTask
 
 # Small cards, so that a model which trains on any CPU fills them; another program leaves 46 MiB of GPU 0.
 DEMO_DEVICES = "1xT400-4GB:occupied=3776MiB,3xT400-4GB"
-DEMO_MAX_TRIALS = 10
 DEMO_STEPS = 30
 # Modules that every CPython ships, long and of ordinary prose and code.
 SOURCES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "difflib.py", "doctest.py", "inspect.py", "typing.py")

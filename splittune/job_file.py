@@ -33,12 +33,32 @@ def load_task(target: str) -> TrainingTask:
     path = Path(file_name)
     if not path.is_file():
         raise ConfigError(f"there is no file {file_name!r} (from {Path.cwd()}): {_EXPECTED}. Check the path.")
-    module = _import(path)
+    return _task_of(_import(path), function_name, file_name, target)
+
+
+def load_task_from_module(module_name: str, function_name: str) -> TrainingTask:
+    """The task that a function of an importable module returns.
+
+    Raises:
+        ConfigError: no such module or function, it raised, or returned something else.
+    """
+    target = f"{module_name}.{function_name}"
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"importing {module_name} raised {type(error).__name__}: {error}. Mend the module first."
+        ) from error
+    return _task_of(module, function_name, module_name, target)
+
+
+def _task_of(module: ModuleType, function_name: str, origin: str, target: str) -> TrainingTask:
+    """What the module's function gives; `origin` and `target` are the module and the function in the user's words."""
     function = getattr(module, function_name, None)
     if not callable(function):
         names = [name for name, value in vars(module).items() if callable(value) and value_is_from(value, module)]
         found = f"it defines {', '.join(names)}" if names else "it defines no function"
-        raise ConfigError(f"{file_name} has no function {function_name!r}: {found}; {_EXPECTED}.")
+        raise ConfigError(f"{origin} has no function {function_name!r}: {found}; {_EXPECTED}.")
     task = _call(function, target)
     if not isinstance(task, TrainingTask):
         raise ConfigError(f"{target} returned an object of type {type(task).__name__}: {_EXPECTED}.")

@@ -14,8 +14,9 @@ from splittune.units import format_bytes, format_time
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from splittune.hardware import DeviceMemory, Hardware
+    from splittune.hardware import DeviceMemory
     from splittune.results import SplitConfig, TuneResult
+    from splittune.runner import Cards
     from splittune.search import Trial
     from splittune.split import BatchSplit, SplitSpace
 
@@ -45,6 +46,14 @@ def describe_trial(trial: Trial) -> str:
     return f"{_shape_of(measurement.split):<22} {_result_of(measurement):<44} {trial.reason}"
 
 
+WHY_STOPPED = {
+    "converged": "The search ended because no other split is expected to be faster.",
+    "max_trials": "The search ended at its limit of trials; more may find a faster split.",
+    "timeout": "The search ended at its limit of time; more may find a faster split.",
+    "space exhausted": "The search ended because every other split is measured or known not to fit.",
+}
+
+
 def show_result(result: TuneResult, console: Console) -> None:
     """The baseline beside the best, where every device's memory went under each, and why."""
     modelled = ", modelled" if result.config.is_modelled else ""
@@ -59,6 +68,8 @@ def show_result(result: TuneResult, console: Console) -> None:
     console.print(table)
     if result.speedup is not None:
         console.print(f"{result.speedup:.2f} times the even split's throughput{modelled}.", highlight=False)
+    if result.stopped in WHY_STOPPED:
+        console.print(WHY_STOPPED[result.stopped], highlight=False)
     console.print("\nMemory at the peak   # held by others   = this job   . free", highlight=False, markup=False)
     for index, device in enumerate(result.config.devices):
         title = f"GPU {index}  {device.name}"
@@ -95,7 +106,7 @@ def _memory_bar(memory: DeviceMemory, width: int = 16) -> str:
 class SilentReporter:
     """Shows nothing."""
 
-    def on_start(self, hardware: Hardware, space: SplitSpace, max_trials: int) -> None: ...
+    def on_start(self, cards: Cards, space: SplitSpace, max_trials: int) -> None: ...
 
     def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None: ...
 
@@ -124,10 +135,10 @@ class ConsoleReporter:
         )
         self._bar = self._progress.add_task("", total=None)
 
-    def on_start(self, hardware: Hardware, space: SplitSpace, max_trials: int) -> None:
-        self._modelled = " (modelled)" if hardware.is_modelled else ""
-        with hardware.metered():
-            for device, memory in zip(hardware.devices, hardware.memory(), strict=True):
+    def on_start(self, cards: Cards, space: SplitSpace, max_trials: int) -> None:
+        self._modelled = " (modelled)" if cards.is_modelled else ""
+        with cards.metered():
+            for device, memory in zip(cards.devices, cards.memory(), strict=True):
                 self._print(
                     f"GPU {device.index}  {device.name}: {format_bytes(memory.total_bytes)}, "
                     f"{format_bytes(memory.outside_bytes)} of it held outside this job"

@@ -12,25 +12,32 @@ import torch
 from torch import nn
 
 from splittune.errors import ConfigError, NoFeasibleSplitError
-from splittune.hardware import Hardware, resolve_hardware
+from splittune.hardware import resolve_hardware
 from splittune.profiling.measurement import LossPlacement, Measurement
-from splittune.profiling.profiler import Profiler
 from splittune.progress import reporter_for
 from splittune.results import SplitConfig, TuneResult
-from splittune.search import SearchResult, Trial, find_best_split
+from splittune.runner import Cards, Job, LocalRunner, Runner
+from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, SearchResult, Trial, find_best_split
 from splittune.split import BatchSplit, SplitSpace
-from splittune.training import TrainingTask, read_batches
+from splittune.split.space import Shares
+from splittune.training import TrainingTask
+from splittune.training.loader_rate import describe_slow_loader
 from splittune.training.task import OptimizerLike, StepFunction
+from splittune.worker import DEFAULT_TRIAL_TIMEOUT_S, JobSource, WorkerRunner
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_TRIALS = 24
+DEFAULT_MAX_TRIALS = 12
 # Allocation patterns shift a little over days of training; what this keeps free is cheap beside a run that dies.
 HEADROOM_FRACTION = 0.05
 # Statistics over fewer samples than this are mostly noise, and over a single one BatchNorm refuses to train.
 MIN_BATCH_NORM_SHARD = 4
 
+# Cards are alike where neither their memory nor what other programs hold of it differs by more than this part.
+ALIKE_FRACTION = 0.05
+
 LossPlacements = Literal["output", "replica", "either"]
+SharesChoice = Literal["auto", "gpu0", "each"]
 Devices = str | Sequence[str | int | torch.device] | None
 
 
@@ -47,10 +54,16 @@ class SearchOptions:
     timeout_s: float | None = None
     storage: str | os.PathLike[str] | None = None
     loss_placement: LossPlacements = "output"
+    shares: SharesChoice = "auto"
+    sampler: str = DEFAULT_SAMPLER
     seed: int = 0
 
     def __post_init__(self) -> None:
         _check_whole("seed", self.seed)
+        if self.shares not in get_args(SharesChoice):
+            raise ConfigError(f"shares is {self.shares!r}: expected one of {get_args(SharesChoice)}.")
+        if self.sampler not in SAMPLER_NAMES:
+            raise ConfigError(f"sampler is {self.sampler!r}: expected one of {SAMPLER_NAMES}.")
         if self.loss_placement not in get_args(LossPlacements):
             raise ConfigError(f"loss_placement is {self.loss_placement!r}: expected one of {get_args(LossPlacements)}.")
 
@@ -71,7 +84,7 @@ class SearchOptions:
 class Observer(Protocol):
     """Is told what a search does, for people to watch."""
 
-    def on_start(self, hardware: Hardware, space: SplitSpace, max_trials: int) -> None: ...
+    def on_start(self, cards: Cards, space: SplitSpace, max_trials: int) -> None: ...
 
     def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None: ...
 
@@ -81,8 +94,8 @@ class Observer(Protocol):
 
 
 def autotune(
-    model: nn.Module,
-    loader: Iterable[Any],
+    model: nn.Module | JobSource,
+    loader: Iterable[Any] | None = None,
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     optimizer: OptimizerLike | None = None,
@@ -95,7 +108,11 @@ def autotune(
     timeout_s: float | None = None,
     storage: str | os.PathLike[str] | None = None,
     loss_placement: LossPlacements = "output",
+    shares: SharesChoice = "auto",
+    sampler: str = DEFAULT_SAMPLER,
     seed: int = 0,
+    isolation: Literal["process"] | None = None,
+    trial_timeout_s: float = DEFAULT_TRIAL_TIMEOUT_S,
     progress: bool = True,
 ) -> TuneResult:
     """Find the split of the batch that trains fastest without running out of memory. Run it once, before training.
@@ -104,7 +121,8 @@ def autotune(
     optimizer, random number generators and loader are as they were found, also when an exception or Ctrl-C ends it.
 
     Args:
-        model: the module to train, not wrapped.
+        model: the module to train, not wrapped; with ``isolation="process"`` what makes the whole job instead, a function
+            without arguments that returns a `TrainingTask`, or ``"FILE.py:FUNCTION"``.
         loader: gives the batches, and can be iterated over again; its batch size is the global batch.
         loss_fn: ``loss_fn(output, targets)``, a mean over samples. None: the model's output is a scalar or carries
             ``.loss``; else cross-entropy for integer targets, MSE for floats. What was inferred is logged.
@@ -122,43 +140,59 @@ def autotune(
         loss_placement: "output" computes the loss from gathered outputs, as training loops do; "replica" in each replica,
             which unburdens GPU 0 and wants ``config.wrap(model, loss_fn)``; "either" searches both, half the trials each,
             and the config says which won.
+        shares: "gpu0" searches GPU 0's share and spreads the rest evenly, "each" every card's own; "auto" takes the first
+            where the other cards are alike, the second where they are not.
+        sampler: "guided" by models of memory and time, which provokes no OOM that they can foresee; "tpe", "gp", "random"
+            and "grid" are there to compare.
         seed: for samplers that draw.
+        isolation: None runs the trials in this process. "process" runs them in another, which makes the job anew: one that
+            is killed, aborts or hangs is a crashed trial, and the search goes on. This process then touches no device.
+        trial_timeout_s: seconds after which a trial in a process of its own counts as hung; those in whole steps may take
+            as many times that as they accumulate.
         progress: show what is being measured.
 
     Raises:
         NoFeasibleSplitError: nothing fits; the message says which device lacked how much.
         ConfigError, DeviceError: the job or the devices cannot be used.
+        WorkerError: the process that runs the trials could not be kept alive.
     """
-    task = TrainingTask(
-        model,
-        loader,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        step_fn=step_fn,
-        autocast_dtype=autocast_dtype,
-        global_batch_size=global_batch_size,
-    )
+    parts: dict[str, Any] = {
+        "loader": loader,
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "step_fn": step_fn,
+        "autocast_dtype": autocast_dtype,
+    }
+    runner: Runner
+    if isolation == "process":
+        _refuse_parts(parts)
+        runner = WorkerRunner(model, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
+    elif isolation is None:
+        module: Any = model  # what is none is refused there
+        task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
+        runner = LocalRunner(task, resolve_hardware(devices))
+    else:
+        raise ConfigError(f'isolation is {isolation!r}: expected None, for this process, or "process".')
     options = SearchOptions(
         min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,
         timeout_s=timeout_s,
         storage=storage,
         loss_placement=loss_placement,
+        shares=shares,
+        sampler=sampler,
         seed=seed,
     )
-    return tune(task, resolve_hardware(devices), options, reporter_for(progress))
+    return tune(runner, options, reporter_for(progress))
 
 
-def tune(task: TrainingTask, hardware: Hardware, options: SearchOptions, observer: Observer) -> TuneResult:
-    """`autotune` for a task and hardware at hand: profile, search, confirm, and leave the job as it was found."""
-    snapshot = task.snapshot()
+def tune(runner: Runner, options: SearchOptions, observer: Observer) -> TuneResult:
+    """`autotune` for a job wherever its trials run: profile, search, confirm, and leave the job as it was found."""
     try:
-        samples = read_batches(task.loader)
-        if "replica" in options.placements:
-            task.loss_in_replica(samples.batch)  # says so now if it cannot be
-        space = _space_for(task, samples.loader_batch_size, len(hardware.devices))
-        headroom = _headroom_for(hardware, options.min_headroom_bytes)
-        observer.on_start(hardware, space, options.max_trials)
+        job = runner.open(options.placements)
+        space = _space_for(job, options.shares)
+        headroom = _headroom_for(job.cards, options.min_headroom_bytes)
+        observer.on_start(job.cards, space, options.max_trials)
         trials: list[Trial] = []
 
         def on_trial(trial: Trial) -> None:
@@ -166,9 +200,7 @@ def tune(task: TrainingTask, hardware: Hardware, options: SearchOptions, observe
             observer.on_trial(trials[-1])
 
         def search(placement: LossPlacement) -> SearchResult:
-            profiler = Profiler(
-                task, hardware, samples, snapshot, min_headroom_bytes=headroom, loss_placement=placement
-            )
+            profiler = runner.profiler(min_headroom_bytes=headroom, loss_placement=placement)
 
             def measure(split: BatchSplit) -> Measurement:
                 observer.on_measure(split, in_whole_steps=False)
@@ -185,8 +217,9 @@ def tune(task: TrainingTask, hardware: Hardware, options: SearchOptions, observe
                 max_trials=options.max_trials_each,
                 timeout_s=options.timeout_each_s,
                 storage=options.storage,
-                study_name=_study_name(task, hardware, placement),
+                study_name=_study_name(job, placement),
                 seed=options.seed,
+                sampler=options.sampler,
                 min_headroom_bytes=headroom,
                 on_trial=on_trial,
             )
@@ -194,12 +227,10 @@ def tune(task: TrainingTask, hardware: Hardware, options: SearchOptions, observe
         found = replace(_best_of(search, options.placements), trials=tuple(trials))
     finally:
         try:
-            hardware.recover()
+            runner.close()
         finally:
-            snapshot.restore()
-            snapshot.restore_gradients()
             observer.on_end()
-    return _result_of(found, hardware, headroom, options.seed)
+    return _result_of(found, job, headroom, options.seed)
 
 
 def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequence[LossPlacement]) -> SearchResult:
@@ -214,20 +245,19 @@ def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequen
     if not results:
         raise failures[0]
     best = max((result.best for result in results), key=lambda measurement: measurement.throughput or 0.0)
-    return replace(results[0], best=best)
+    return replace(results[0], best=best, doubts=tuple(dict.fromkeys(d for result in results for d in result.doubts)))
 
 
-def _study_name(task: TrainingTask, hardware: Hardware, placement: LossPlacement) -> str:
+def _study_name(job: Job, placement: LossPlacement) -> str:
     """Names the job and its devices, so that a storage never answers for another one."""
-    num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
-    cards = hardware.spec or "+".join(device.name for device in hardware.devices)
-    autocast = "" if task.autocast_dtype is None else f" in {task.autocast_dtype}"
+    cards = job.cards.spec or "+".join(device.name for device in job.cards.devices)
     loss = "" if placement == "output" else ", loss in the replicas"
-    return f"{type(task.model).__name__} of {num_parameters} parameters{autocast}{loss} on {cards}"
+    return f"{job.title}{loss} on {cards}"
 
 
-def _space_for(task: TrainingTask, loader_batch_size: int, num_devices: int) -> SplitSpace:
-    global_batch_size = loader_batch_size if task.global_batch_size is None else task.global_batch_size
+def _space_for(job: Job, shares: SharesChoice) -> SplitSpace:
+    loader_batch_size, num_devices = job.loader_batch_size, len(job.cards.devices)
+    global_batch_size = loader_batch_size if job.global_batch_size is None else job.global_batch_size
     if global_batch_size != loader_batch_size:
         logger.warning(
             "global_batch_size is %d and the loader gives batches of %d: trials are made of its samples all the same, but "
@@ -237,17 +267,36 @@ def _space_for(task: TrainingTask, loader_batch_size: int, num_devices: int) -> 
             global_batch_size,
         )
     min_shard_size = 0
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in task.model.modules()):
+    if job.has_batch_norm:
         min_shard_size = min(MIN_BATCH_NORM_SHARD, global_batch_size // num_devices)
         logger.info("the model has BatchNorm: every device gets at least %d samples.", min_shard_size)
-    return SplitSpace(global_batch_size=global_batch_size, num_devices=num_devices, min_shard_size=min_shard_size)
+    return SplitSpace(
+        global_batch_size=global_batch_size,
+        num_devices=num_devices,
+        shares=_shares_for(job.cards) if shares == "auto" else shares,
+        min_shard_size=min_shard_size,
+    )
 
 
-def _headroom_for(hardware: Hardware, min_headroom_bytes: int | Sequence[int] | None) -> tuple[int, ...]:
+def _shares_for(cards: Cards) -> Shares:
+    """A share for each card where the cards after GPU 0 differ, or are of another kind than it."""
+    with cards.metered():
+        memories = cards.memory()
+    names = {device.name for device in cards.devices}
+    others = memories[1:]
+    tolerance = ALIKE_FRACTION * min(memory.total_bytes for memory in memories)
+    are_alike = all(
+        max(amounts) - min(amounts) <= tolerance
+        for amounts in ([m.total_bytes for m in memories], [m.outside_bytes for m in others] or [0])
+    )
+    return "gpu0" if len(names) == 1 and are_alike else "each"
+
+
+def _headroom_for(cards: Cards, min_headroom_bytes: int | Sequence[int] | None) -> tuple[int, ...]:
     if min_headroom_bytes is None:
-        with hardware.metered():
-            return tuple(int(HEADROOM_FRACTION * (m.total_bytes - m.outside_bytes)) for m in hardware.memory())
-    num_devices = len(hardware.devices)
+        with cards.metered():
+            return tuple(int(HEADROOM_FRACTION * (m.total_bytes - m.outside_bytes)) for m in cards.memory())
+    num_devices = len(cards.devices)
     demands = min_headroom_bytes if isinstance(min_headroom_bytes, Sequence) else [min_headroom_bytes] * num_devices
     if len(demands) != num_devices:
         raise ConfigError(
@@ -259,17 +308,28 @@ def _headroom_for(hardware: Hardware, min_headroom_bytes: int | Sequence[int] | 
     return tuple(demands)
 
 
+def _refuse_parts(parts: dict[str, Any]) -> None:
+    given = [name for name, part in parts.items() if part is not None]
+    if given:
+        raise ConfigError(
+            f'got {", ".join(given)} with isolation="process", which makes the job anew in another process: expected a function '
+            "alone, autotune(make_task, ...), whose TrainingTask holds them."
+        )
+
+
 def _check_whole(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ConfigError(f"{name} is {value!r}: expected an integer of at least 0.")
 
 
-def _result_of(found: SearchResult, hardware: Hardware, headroom: tuple[int, ...], seed: int) -> TuneResult:
+def _result_of(found: SearchResult, job: Job, headroom: tuple[int, ...], seed: int) -> TuneResult:
+    cards, throughput, rate = job.cards, found.best.throughput, job.loader_samples_per_s
+    slow = None if rate is None or throughput is None else describe_slow_loader(job.loader_advice, rate, throughput)
     config = SplitConfig(
         split=found.best.split,
-        devices=hardware.devices,
-        virtual_spec=hardware.spec,
-        is_modelled=hardware.is_modelled,
+        devices=cards.devices,
+        virtual_spec=cards.spec,
+        is_modelled=cards.is_modelled,
         min_headroom_bytes=headroom,
         planned_peak_reserved_bytes=tuple(memory.peak_reserved_bytes for memory in found.best.memory),
         loss_placement=found.best.loss_placement,
@@ -278,5 +338,10 @@ def _result_of(found: SearchResult, hardware: Hardware, headroom: tuple[int, ...
         seed=seed,
     )
     return TuneResult(
-        best=found.best, baseline=found.baseline, trials=found.trials, config=config, stopped=found.stopped
+        best=found.best,
+        baseline=found.baseline,
+        trials=found.trials,
+        config=config,
+        stopped=found.stopped,
+        doubts=found.doubts if slow is None else (*found.doubts, slow),
     )

@@ -1,7 +1,67 @@
-"""What every test shares: one thread for torch, so that workers do not fight over the cores."""
+"""What every test shares: one thread for torch, so that workers do not fight over the cores, and the table of faults."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 
+from tests.fault_table import KEPT, PROPERTY, Gathered, as_csv, as_lines, differences, read, updated
+
 torch.set_num_threads(1)
+
+GATHERED = pytest.StashKey[Gathered]()
+
+
+@pytest.fixture
+def tried(request: pytest.FixtureRequest) -> Callable[[str, str, str, str], None]:
+    """Notes a fault for the table: what, where, its outcome, and what the test checked afterwards."""
+
+    def note(fault: str, where: str, outcome: str, checked: str) -> None:
+        request.node.user_properties.append((PROPERTY, [fault, where, outcome, checked]))
+
+    return note
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-faults", action="store_true", help=f"bring {KEPT.name} up to date with the tests run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # xdist's workers send their reports to the process that has none
+        config.stash[GATHERED] = Gathered()
+        config.pluginmanager.register(_Table(config), "fault_table")
+
+
+class _Table:
+    """Gathers the faults of all reports, and fails the run where the kept table says otherwise."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.gathered = config, config.stash[GATHERED]
+        self.complaints: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self.gathered.add(report.nodeid, report.user_properties)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        kept = read()
+        if self.config.getoption("--write-faults"):
+            KEPT.write_text(as_csv(updated(self.gathered, kept)), encoding="utf-8")
+            return
+        self.complaints = differences(self.gathered, kept)
+        if self.complaints and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.gathered.faults:
+            terminalreporter.section("faults tried")
+            for line in as_lines(self.gathered.faults):
+                terminalreporter.write_line(line)
+        if self.complaints:
+            terminalreporter.section(f"{KEPT.name} says otherwise", red=True)
+            for complaint in self.complaints:
+                terminalreporter.write_line(complaint, red=True)
+            terminalreporter.write_line("If the run is right: pytest --write-faults", red=True)

@@ -43,6 +43,13 @@ FAULTS: dict[str, Callable[[], BaseException]] = {
 }
 
 
+SPOKEN = {"KeyboardInterrupt": "Ctrl-C", "OutOfMemoryError": "out of memory", "MineError": "an exception of the user's"}
+
+
+def expected_words(fault: str) -> str:
+    return "OUT_OF_MEMORY" if fault == "OutOfMemoryError" else "the very exception"
+
+
 class Trap:
     """Raises at one visit of one place in the job; every place asks it each time it is passed."""
 
@@ -158,6 +165,7 @@ class Job:
                 for p, state in self.optimizer.state.items()
             ],
             "param_groups": groups,
+            "grad mode": torch.is_grad_enabled(),
             "generators": (torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())),  # noqa: NPY002
         }
 
@@ -237,6 +245,9 @@ def tune(job: Job, hardware: VirtualHardware) -> str:
     return "tuned"
 
 
+CHECKED = "state bit-identical, no tensor left, devices empty"
+
+
 def assert_all_passed(rows: list[Row]) -> None:
     table = "\n".join(str(row) for row in rows if not row.has_passed)
     assert all(row.has_passed for row in rows), f"{len(rows)} faults were tried; these did not pass:\n{table}"
@@ -259,7 +270,7 @@ def count_allocations(monkeypatch, fails_at: int | None = None) -> list[int]:
     return count
 
 
-def test_running_out_of_memory_at_any_allocation_is_an_outcome(owned):
+def test_running_out_of_memory_at_any_allocation_is_an_outcome(owned, tried):
     """Wherever in a trial memory runs out, in replicas, loss, backward or update, it is reported and nothing is lost."""
     with pytest.MonkeyPatch.context() as patch:
         count = count_allocations(patch)
@@ -275,23 +286,27 @@ def test_running_out_of_memory_at_any_allocation_is_an_outcome(owned):
         assert count[0] > index
         rows.append(row._replace(place="allocator"))
     assert_all_passed(rows)
+    tried("out of memory", f"in a trial, at {MAX_SAMPLED} allocations spread over it", "OUT_OF_MEMORY", CHECKED)
 
 
 @pytest.mark.parametrize("place", ["forward", "loss_fn", "backward", "optimizer"])
 @pytest.mark.parametrize("visit", [1, 2])
-def test_an_exception_of_the_users_own_passes_through(owned, place, visit):
+def test_an_exception_of_the_users_own_passes_through(owned, tried, place, visit):
     """It arrives as the object that was raised, Ctrl-C too; only running out of memory is an outcome."""
     rows = []
     for fault, make in FAULTS.items():
         expected = Outcome.OUT_OF_MEMORY.value if fault == "OutOfMemoryError" else fault
         rows.append(try_fault(Trap(place, visit, make), fault, expected, owned, profile))
+        tried(SPOKEN.get(fault, fault), f"in a trial, {place}, visit {visit}", expected_words(fault), CHECKED)
     assert_all_passed(rows)
 
 
 @pytest.mark.parametrize(
     ("place", "visit"), [("loader", 1), ("loader", 2), ("forward", 7), ("backward", 7), ("optimizer", 3)]
 )
-def test_a_search_that_fails_leaves_the_job_as_it_was_found(owned, place, visit):
+def test_a_search_that_fails_leaves_the_job_as_it_was_found(owned, tried, place, visit):
     """Through `autotune` too: a loader that raises, a fault in some later trial, Ctrl-C in the middle."""
     names = ("MineError", "KeyboardInterrupt")
     assert_all_passed([try_fault(Trap(place, visit, FAULTS[name]), name, name, owned, tune) for name in names])
+    for name in names:
+        tried(SPOKEN[name], f"in a search, {place}, visit {visit}", expected_words(name), CHECKED)

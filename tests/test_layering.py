@@ -19,8 +19,9 @@ MAX_LINES = 350
 
 # From the top floor to the ground; modules and packages of one floor may import one another.
 FLOORS = (
-    ("cli", "__main__", "demo", "job_file"),
+    ("cli", "__main__", "demo"),
     ("tuner", "progress"),
+    ("worker", "worker_link", "worker_process", "remote_error", "runner", "job_file"),
     ("results",),
     ("search",),
     ("profiling",),
@@ -28,7 +29,7 @@ FLOORS = (
     ("hardware",),
     ("parallel",),
     ("split",),
-    ("errors", "units"),
+    ("errors", "units", "interrupts"),
 )
 
 # A room that is told even less than its floor would allow.
@@ -40,6 +41,7 @@ SEES_ONLY = {
         "splittune.split",
         "splittune.errors",
         "splittune.units",
+        "splittune.interrupts",
     ),
 }
 
@@ -49,6 +51,8 @@ IMPORTERS = {
     "torch": EVERYBODY,
     "pynvml": ("splittune.hardware.nvml",),
     "optuna": ("splittune.search",),
+    "numpy": ("splittune.search",),
+    "scipy": ("splittune.search",),
     "pandas": ("splittune.results",),
     "matplotlib": ("splittune.results",),
     "typer": ("splittune.cli",),
@@ -60,6 +64,7 @@ WITHOUT_TORCH = (
     "splittune.profiling.measurement",
     "splittune.errors",
     "splittune.units",
+    "splittune.interrupts",
 )
 
 

@@ -46,6 +46,10 @@ class DeviceMemory:
     """Peak allocated during forward and backward alone."""
     update_peak_bytes: int | None = None
     """Peak allocated during the optimizer's update alone."""
+    single_step_peak_bytes: int | None = None
+    """Peak allocated in forward and backward of a step with a single micro-batch of this size: no gradients wait there."""
+    resting_bytes: int | None = None
+    """Most that was allocated just before a forward: parameters, gradients, optimizer state. No batch size changes it."""
 
     def __post_init__(self) -> None:
         for field in ("device", "total_bytes", "outside_bytes", "peak_allocated_bytes", "peak_reserved_bytes"):
@@ -67,11 +71,27 @@ class DeviceMemory:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConditions:
+    """How one device ran at an instant; None, or no reason, where its driver does not tell.
+
+    Example: 1695 MHz at 64 °C and ``("power cap",)``: it would run faster, did it not draw all the power it may.
+    """
+
+    sm_clock_mhz: int | None = None
+    """The clock of its processors, in MHz."""
+    temperature_c: int | None = None
+    """In degrees Celsius."""
+    throttle_reasons: tuple[str, ...] = ()
+    """What slows it down, in plain words: "power cap", "hardware slowdown", "software thermal slowdown", "hardware
+    thermal slowdown", "power brake". Idling and clocks that somebody set are none."""
+
+
 class Hardware(Protocol):
     """The devices a job runs on. `CudaHardware` and `VirtualHardware` are its two implementations.
 
     The profiler drives it so: ``with metered():`` wrap the model for a split, then for each phase `reset_peaks`,
-    run, `memory`; `clock` around what is timed; `recover` after every trial.
+    run, `memory`; `clock` around what is timed; `recover` after every trial, and `allocated_bytes` to see that it did.
     """
 
     @property
@@ -107,7 +127,7 @@ class Hardware(Protocol):
         ...
 
     def busy_s(self) -> tuple[float, ...] | None:
-        """Seconds each device has worked so far, ever growing; None where unknown."""
+        """Seconds each device has worked so far, ever growing; None where what ran since the last call is unknown."""
         ...
 
     def reset_peaks(self) -> None:
@@ -118,10 +138,25 @@ class Hardware(Protocol):
         """Peaks since the last `reset_peaks`, with what others hold now."""
         ...
 
+    def allocated_bytes(self) -> tuple[int, ...]:
+        """What this process's tensors hold on each device now."""
+        ...
+
+    def num_alloc_retries(self) -> tuple[int, ...]:
+        """How often each device's allocator has had to hand its cache back and try again, ever growing."""
+        ...
+
+    def conditions(self) -> tuple[DeviceConditions, ...] | None:
+        """How each device runs now: clock, temperature, what slows it down; None where nobody can tell."""
+        ...
+
     def locate(self, error: BaseException) -> int | None:
         """The index of the device whose memory an out-of-memory error is about; None where its message does not tell."""
         ...
 
-    def recover(self) -> None:
-        """Collect garbage and hand cached memory back, on every device. Call it outside any except block."""
+    def recover(self, *, thoroughly: bool = False) -> None:
+        """Collect garbage and hand cached memory back, on every device. Call it outside any except block.
+
+        `thoroughly` also ends what libraries keep for the next call, at the price of their making it again.
+        """
         ...

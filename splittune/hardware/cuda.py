@@ -7,15 +7,18 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from splittune.errors import DeviceError, NvmlUnavailableError
-from splittune.hardware.base import Device, DeviceMemory
+from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
+from splittune.hardware.busy import BusyGauge
+from splittune.hardware.mig import refuse_several_instances
 from splittune.hardware.nvml import Nvml
+from splittune.hardware.nvml_calls import NvmlProcess
 from splittune.parallel import BalancedDataParallel
 
 if TYPE_CHECKING:
@@ -25,12 +28,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
+_Question = Callable[[Nvml, "str | None", "str | None"], _Answer]  # asked with a device's UUID and PCI bus id
+
 
 class CudaHardware:
     """The CUDA devices of one process, one or several; the first is 'GPU 0'.
 
     How much memory the other programs hold comes from NVML, or from ``torch.cuda.mem_get_info`` where NVML cannot be
-    reached or stops answering, which is logged once. Both see the whole device.
+    reached or stops answering, and on AMD's devices, which is logged once. Both see the whole device. `conditions` and
+    `processes` come from NVML alone.
 
     Example: of 24 GiB NVML says 20 GiB used, and torch's allocator has 19 GiB reserved: ``outside_bytes`` is 1 GiB.
 
@@ -39,13 +46,15 @@ class CudaHardware:
         nvml: the connection to ask; None opens one when memory is first read.
 
     Raises:
-        DeviceError: no device is named, or one is not CUDA's, not there, or named twice.
+        DeviceError: no device is named, or one is not CUDA's, not there, or named twice; or there are several, and
+            one is a MIG instance.
     """
 
     def __init__(self, torch_devices: Sequence[torch.device], *, nvml: Nvml | None = None) -> None:
         self._torch_devices = _check_devices(torch_devices)
         # also initialises CUDA: peaks of a device cannot be reset before
         self._properties = tuple(torch.cuda.get_device_properties(device) for device in self._torch_devices)
+        refuse_several_instances([properties.name for properties in self._properties], len(self._torch_devices))
         self._devices = tuple(
             Device(
                 index=index,
@@ -56,7 +65,11 @@ class CudaHardware:
             )
             for index, (device, properties) in enumerate(zip(self._torch_devices, self._properties, strict=True))
         )
+        self._gauge = BusyGauge(self._torch_devices)
         self._nvml: Nvml | None = Nvml() if nvml is None else nvml
+        if torch.version.hip is not None:
+            self._nvml = None
+            logger.info("NVML knows no AMD devices: torch.cuda.mem_get_info tells what other programs hold.")
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -87,13 +100,16 @@ class CudaHardware:
                 "Tune for these devices, or name those it was tuned for."
             )
         model.to(self._torch_devices[0])
-        return BalancedDataParallel(
+        wrapper = BalancedDataParallel(
             module=model, device_ids=self._torch_devices, shard_sizes=split.shard_sizes, **options
         )
+        self._gauge.forget()
+        wrapper.gauge = self._gauge
+        return wrapper
 
     def metered(self) -> AbstractContextManager[None]:
-        """Nothing to turn on: torch's allocator and NVML always count."""
-        return nullcontext()
+        """Turns `busy_s` on; torch's allocator and NVML always count."""
+        return self._gauge.counting()
 
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
         """Move the optimizer's state to its parameters' device, by torch's own rules for loading a state.
@@ -110,8 +126,9 @@ class CudaHardware:
         return time.perf_counter()
 
     def busy_s(self) -> tuple[float, ...] | None:
-        """None: how long each device works is not measured."""
-        return None
+        """Seconds in which each device's replica ran, by CUDA events; None outside `metered`, see `BusyGauge.busy_s`."""
+        self._synchronize()
+        return self._gauge.busy_s()
 
     def reset_peaks(self) -> None:
         """Start the peaks of every device anew from what is held now."""
@@ -127,16 +144,43 @@ class CudaHardware:
         """
         return tuple(self._memory_of(index) for index in range(len(self._devices)))
 
+    def allocated_bytes(self) -> tuple[int, ...]:
+        """What this process's tensors, and torch's own workspaces, hold on each device now."""
+        return tuple(torch.cuda.memory_allocated(device) for device in self._torch_devices)
+
+    def num_alloc_retries(self) -> tuple[int, ...]:
+        """How often torch's allocator has handed its cache back to the driver and tried again."""
+        stats = (torch.cuda.memory_stats(device) for device in self._torch_devices)
+        return tuple(int(each.get("num_alloc_retries", 0)) for each in stats)  # empty where CUDA has not begun
+
+    def conditions(self) -> tuple[DeviceConditions, ...] | None:
+        """Clock, temperature and what throttles each device now; None without NVML."""
+        return self._ask(range(len(self._devices)), lambda nvml, uuid, bus: nvml.conditions(uuid=uuid, pci_bus_id=bus))
+
+    def processes(self) -> tuple[tuple[NvmlProcess, ...] | None, ...] | None:
+        """The programs on each device, this one too; None for a device whose driver does not tell, or without NVML."""
+        return self._ask(range(len(self._devices)), lambda nvml, uuid, bus: nvml.processes(uuid=uuid, pci_bus_id=bus))
+
     def locate(self, error: BaseException) -> int | None:
         """The device that torch's message names by its ordinal: ``"GPU 1 has a total capacity of"``."""
         named = re.search(r"\bGPU (\d+) has a total capacity", str(error))
         ordinals = [device.index for device in self._torch_devices]
         return ordinals.index(int(named[1])) if named is not None and int(named[1]) in ordinals else None
 
-    def recover(self) -> None:
-        """Collect garbage and hand cached memory back, on every device. Call it outside any except block."""
+    def recover(self, *, thoroughly: bool = False) -> None:
+        """Collect garbage and hand cached memory back, on every device. Call it outside any except block.
+
+        `thoroughly` frees cuBLAS's workspaces as well, tens of MiB for each thread that multiplied, and collects again
+        what finalizers let go.
+        """
         gc.collect()  # frames of a failed step hold tensors in cycles
         self._synchronize()  # a block in use by another stream is freed only once that has finished
+        if thoroughly:
+            # private, and what torch's own graph trees call before they count memory; tests/gpu checks it
+            clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+            if clear_workspaces is not None:
+                clear_workspaces()
+            gc.collect()
         torch.cuda.empty_cache()  # of every device, not only of the current one
         self.reset_peaks()
 
@@ -162,19 +206,26 @@ class CudaHardware:
 
     def _whole_device(self, index: int) -> tuple[int, int]:
         """Total and used bytes of a device, every program's together."""
-        if self._nvml is not None:
-            try:
-                memory = self._nvml.device_memory(
-                    uuid=self._devices[index].uuid, pci_bus_id=_pci_bus_id(self._properties[index])
-                )
-            except NvmlUnavailableError as error:
-                # for good: figures from two sources, trial by trial, could not be compared
-                self._nvml = None
-                logger.warning("%s Meanwhile torch.cuda.mem_get_info tells what other programs hold.", error)
-            else:
-                return memory.total_bytes, memory.used_bytes
+        answers = self._ask([index], lambda nvml, uuid, bus: nvml.device_memory(uuid=uuid, pci_bus_id=bus))
+        if answers is not None:
+            return answers[0].total_bytes, answers[0].used_bytes
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._torch_devices[index])
         return total_bytes, total_bytes - free_bytes
+
+    def _ask(self, indices: Iterable[int], question: _Question[_Answer]) -> tuple[_Answer, ...] | None:
+        """NVML's answer about each of these devices; None without NVML, from its first failure on."""
+        if self._nvml is None:
+            return None
+        try:
+            return tuple(
+                question(self._nvml, self._devices[index].uuid, _pci_bus_id(self._properties[index]))
+                for index in indices
+            )
+        except NvmlUnavailableError as error:
+            # for good: figures from two sources, trial by trial, could not be compared
+            self._nvml = None
+            logger.warning("%s Meanwhile torch.cuda.mem_get_info tells what other programs hold.", error)
+            return None
 
 
 def _check_devices(torch_devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
@@ -194,6 +245,8 @@ def _check_devices(torch_devices: Sequence[torch.device]) -> tuple[torch.device,
     devices = tuple(_with_index(device) if num_visible else device for device in torch_devices)
     for position, device in enumerate(devices):
         if not num_visible or device.index >= num_visible:
+            # a second instance is not there because CUDA shows one only: that reason goes first
+            refuse_several_instances(_visible_names(), len(devices))
             raise DeviceError(
                 f"devices[{position}] is {str(device)!r}, which is not there: {describe_visible_devices()}. "
                 "Name one that is; CUDA_VISIBLE_DEVICES decides what is visible."
@@ -226,6 +279,13 @@ def describe_visible_devices() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     return "no CUDA device is visible"
+
+
+def _visible_names() -> list[str]:
+    return [
+        str(torch.cuda.get_device_properties(torch.device("cuda", index)).name)
+        for index in range(count_visible_devices())
+    ]
 
 
 def _uuid(properties: Any) -> str | None:

@@ -1,105 +1,85 @@
-"""What the NVIDIA driver knows of each GPU's memory, every program's share included: the only importer of `pynvml`."""
+"""A connection to NVML, the NVIDIA driver's own view of every GPU, all programs included: `pynvml`'s only importer."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from splittune.errors import NvmlUnavailableError
+from splittune.hardware.base import DeviceConditions
+from splittune.hardware.nvml_calls import (
+    NvmlDevice,
+    NvmlMemory,
+    NvmlProcess,
+    describe,
+    find_handle,
+    read_conditions,
+    read_memory,
+    read_processes,
+)
+from splittune.hardware.patience import OutOfPatienceError, PatientThread
+
+_Answer = TypeVar("_Answer")
+
+# Long enough for a driver that has to wake several GPUs first, where no persistence daemon keeps them awake.
+TIME_LIMIT_S = 10.0
 
 # From this version on the distribution `pynvml` holds no module `pynvml` any more, it asks for nvidia-ml-py instead.
 _FIRST_HARMLESS_PYNVML = 12
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmlMemory:
-    """One GPU's memory at an instant, all programs together, in bytes.
-
-    Example: 24 GiB in all and 18 GiB free leaves ``used_bytes`` of 6 GiB.
-    """
-
-    total_bytes: int
-    free_bytes: int
-
-    @property
-    def used_bytes(self) -> int:
-        """Everything that is not free: total - free.
-
-        Not NVML's own 'used', which holds the driver's reserve in one version of the call and not in the other.
-        """
-        return self.total_bytes - self.free_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmlProcess:
-    """A program that holds memory on a GPU."""
-
-    pid: int
-    """As the driver counts processes: inside a container it may name nobody."""
-    used_bytes: int | None
-    """None where the driver does not tell, as in containers and under Windows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmlDevice:
-    """One GPU as the driver sees it, whatever this process may use of it."""
-
-    name: str
-    uuid: str
-    """``"GPU-..."``: the same on every start, and what `Device.uuid` holds."""
-    pci_bus_id: str
-    memory: NvmlMemory | None
-    """None where the driver keeps no figures of its own, as on GPUs that share the host's memory."""
-    processes: tuple[NvmlProcess, ...] | None
-    """None where the driver does not tell."""
+_EXPECTED = "Expected an NVIDIA driver in working order: check that `nvidia-smi` runs here, inside a container too."
 
 
 class Nvml:
     """A connection to NVML. It opens with the first question and closes with `close`, a `with` block, or the program.
 
     GPUs are found by UUID, then by PCI bus id, never by a count: torch numbers its devices by speed or by
-    CUDA_VISIBLE_DEVICES, NVML by bus, and NVML's order may change from one start to the next.
+    CUDA_VISIBLE_DEVICES, NVML by bus, and NVML's order may change from one start to the next. `uuid` is
+    ``"GPU-" + str(torch.cuda.get_device_properties(i).uuid)``; torch leaves the same digits for a MIG instance, which
+    NVML spells ``"MIG-..."``, and both are tried. `pci_bus_id`, ``"00000000:3B:00.0"``, is asked for where the UUID is
+    not known.
 
-    Every question raises `NvmlUnavailableError` where NVML cannot be loaded or does not answer.
+    Every question raises `NvmlUnavailableError` where NVML cannot be loaded or does not answer. A driver that hangs is
+    left behind after the time limit and not asked again by this object; it holds up neither the caller nor the exit.
+
+    Args:
+        time_limit_s: how long an answer may take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._thread = PatientThread(time_limit_s)
         self._pynvml: Any = None
         self._handles: dict[tuple[str | None, str | None], Any] = {}
         self._shutdown: weakref.finalize[..., Nvml] | None = None
 
     def device_memory(self, *, uuid: str | None, pci_bus_id: str | None = None) -> NvmlMemory:
-        """The memory of one GPU now.
+        """The memory of one GPU or MIG instance now."""
+        return self._ask_device("the memory", read_memory, uuid, pci_bus_id)
 
-        Args:
-            uuid: ``"GPU-" + str(torch.cuda.get_device_properties(i).uuid)``. torch leaves the same digits for a MIG
-                instance, which NVML spells ``"MIG-..."``; both are tried.
-            pci_bus_id: ``"00000000:3B:00.0"``, asked where the UUID is not known.
-        """
-        pynvml = self._connected()
-        key = (uuid, pci_bus_id)
-        with _answers(pynvml, f"the memory of {uuid or pci_bus_id}"):
-            if key not in self._handles:
-                self._handles[key] = _find_handle(pynvml, uuid, pci_bus_id)
-            return _read_memory(pynvml, self._handles[key])
+    def conditions(self, *, uuid: str | None, pci_bus_id: str | None = None) -> DeviceConditions:
+        """How fast and how hot one GPU runs now, and what slows it down. A MIG instance has the figures of its card."""
+        return self._ask_device("the conditions", read_conditions, uuid, pci_bus_id)
+
+    def processes(self, *, uuid: str | None, pci_bus_id: str | None = None) -> tuple[NvmlProcess, ...] | None:
+        """The programs on one GPU or MIG instance, by pid; None where the driver does not tell."""
+        return self._ask_device("the processes", read_processes, uuid, pci_bus_id)
 
     def list_devices(self) -> tuple[NvmlDevice, ...]:
         """Every GPU the driver lets this user see, in NVML's order, which no index should rely on."""
-        pynvml = self._connected()
-        with _answers(pynvml, "a list of its devices"):
+
+        def listed(pynvml: Any) -> tuple[NvmlDevice, ...]:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            return tuple(_describe(pynvml, handle) for handle in handles)
+            return tuple(describe(pynvml, handle) for handle in handles)
+
+        return self._ask("a list of its devices", listed)
 
     def driver_version(self) -> str:
         """The driver's version, ``"580.95.05"`` say."""
-        pynvml = self._connected()
-        with _answers(pynvml, "the driver's version"):
-            return str(pynvml.nvmlSystemGetDriverVersion())
+        return self._ask("the driver's version", lambda pynvml: str(pynvml.nvmlSystemGetDriverVersion()))
 
     def close(self) -> None:
         """Close the connection; without one, do nothing. Another question opens a new one."""
@@ -117,15 +97,45 @@ class Nvml:
     ) -> None:
         self.close()
 
-    def _connected(self) -> Any:
+    def _ask_device(
+        self, figures: str, read: Callable[[Any, Any], _Answer], uuid: str | None, pci_bus_id: str | None
+    ) -> _Answer:
+        handles, key = self._handles, (uuid, pci_bus_id)
+
+        def answer(pynvml: Any) -> _Answer:
+            if key not in handles:
+                handles[key] = find_handle(pynvml, uuid, pci_bus_id)
+            return read(pynvml, handles[key])
+
+        return self._ask(f"{figures} of {uuid or pci_bus_id}", answer)
+
+    def _ask(self, question: str, answer: Callable[[Any], _Answer]) -> _Answer:
         if self._pynvml is None:
-            pynvml = _import_pynvml()
-            with _answers(pynvml, "a connection"):
-                pynvml.nvmlInit()
-            self._pynvml = pynvml
-            # runs once: in `close`, when this object goes, or when the interpreter ends
-            self._shutdown = weakref.finalize(self, _shut_down, pynvml)
-        return self._pynvml
+            self._connect()
+        pynvml = self._pynvml
+        return self._within_limit(pynvml, question, lambda: answer(pynvml))
+
+    def _connect(self) -> None:
+        pynvml = _import_pynvml()
+        self._within_limit(pynvml, "a connection", pynvml.nvmlInit)
+        self._pynvml = pynvml
+        # runs once: in `close`, when this object goes, or when the interpreter ends
+        self._shutdown = weakref.finalize(self, _shut_down, pynvml, self._thread)
+
+    def _within_limit(self, pynvml: Any, question: str, call: Callable[[], _Answer]) -> _Answer:
+        """The answer of a call, and NVML's errors turned into ours."""
+        hung_before = self._thread.has_given_up
+        try:
+            return self._thread.call(call)
+        except pynvml.NVMLError as error:
+            raise NvmlUnavailableError(f"NVML was asked for {question} and answered: {error}. {_EXPECTED}") from error
+        except OutOfPatienceError:
+            limit = f"{self._thread.time_limit_s:g} s"
+            raise NvmlUnavailableError(
+                f"NVML is not asked for {question}: it did not answer an earlier question within {limit}. {_EXPECTED}"
+                if hung_before
+                else f"NVML was asked for {question} and did not answer within {limit}; it is not asked again. {_EXPECTED}"
+            ) from None
 
 
 def _import_pynvml() -> Any:
@@ -156,93 +166,10 @@ def _refuse_old_distribution() -> None:
     )
 
 
-@contextmanager
-def _answers(pynvml: Any, question: str) -> Iterator[None]:
-    """Turns NVML's errors inside the block into ours."""
-    try:
-        yield
-    except pynvml.NVMLError as error:
-        raise NvmlUnavailableError(
-            f"NVML was asked for {question} and answered: {error}. Expected an NVIDIA driver in working order: "
-            "check that `nvidia-smi` runs here, inside a container too."
-        ) from error
-
-
-def _find_handle(pynvml: Any, uuid: str | None, pci_bus_id: str | None) -> Any:
-    unknown = suppress(pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument)
-    for spelling in _spellings(uuid):
-        with unknown:
-            return pynvml.nvmlDeviceGetHandleByUUID(spelling)
-    if pci_bus_id is not None:
-        with unknown:
-            handle = pynvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id)
-            _refuse_divided(pynvml, handle, pci_bus_id)
-            return handle
-    raise NvmlUnavailableError(
-        f"NVML knows no device with the UUID {uuid} or the PCI bus id {pci_bus_id}: expected one of those that "
-        "`nvidia-smi -L` lists. Make that device visible here, inside a container too."
-    )
-
-
-def _spellings(uuid: str | None) -> tuple[str, ...]:
-    if uuid is None:
-        return ()
-    return (uuid, f"MIG-{uuid.removeprefix('GPU-')}") if uuid.startswith("GPU-") else (uuid,)
-
-
-def _refuse_divided(pynvml: Any, handle: Any, pci_bus_id: str) -> None:
-    """A bus id names the whole card. Of one divided by MIG this process sees a part, and the whole would mislead."""
-    try:
-        mode, _ = pynvml.nvmlDeviceGetMigMode(handle)
-    except pynvml.NVMLError:  # a card that cannot be divided, or a driver older than MIG
-        return
-    if mode == pynvml.NVML_DEVICE_MIG_ENABLE:
-        raise NvmlUnavailableError(
-            f"the GPU at {pci_bus_id} is divided by MIG and NVML does not find this process's part of it by UUID; "
-            "expected an instance whose UUID `nvidia-smi -L` lists. Name it in CUDA_VISIBLE_DEVICES as MIG-<uuid>."
-        )
-
-
-def _read_memory(pynvml: Any, handle: Any) -> NvmlMemory:
-    # Version 1 of the call, which every driver has: total and free are the same in both.
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    return NvmlMemory(total_bytes=int(memory.total), free_bytes=int(memory.free))
-
-
-def _describe(pynvml: Any, handle: Any) -> NvmlDevice:
-    try:
-        memory = _read_memory(pynvml, handle)
-    except pynvml.NVMLError:  # one card without figures must not hide the others
-        memory = None
-    return NvmlDevice(
-        name=_text(pynvml.nvmlDeviceGetName(handle)),
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        pci_bus_id=_text(pynvml.nvmlDeviceGetPciInfo(handle).busId),
-        memory=memory,
-        processes=_read_processes(pynvml, handle),
-    )
-
-
-def _read_processes(pynvml: Any, handle: Any) -> tuple[NvmlProcess, ...] | None:
-    try:
-        running = list(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    except pynvml.NVMLError:
-        return None
-    with suppress(pynvml.NVMLError):  # not every card draws
-        running += pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
-    # a program that computes and draws stands in both lists, with the same figure
-    used = {int(process.pid): process.usedGpuMemory for process in running}
-    return tuple(
-        NvmlProcess(pid=pid, used_bytes=None if used_bytes is None else int(used_bytes))
-        for pid, used_bytes in sorted(used.items())
-    )
-
-
-def _text(value: str | bytes) -> str:
-    """Older releases of nvidia-ml-py return bytes."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _shut_down(pynvml: Any) -> None:
-    with suppress(pynvml.NVMLError):  # the driver went first: there is nothing left to hand back
-        pynvml.nvmlShutdown()
+def _shut_down(pynvml: Any, thread: PatientThread) -> None:
+    # A driver that went first has nothing to take back, and one that hangs could not. Nor has a forked child a
+    # connection of its own to close.
+    if thread.is_running:
+        with suppress(pynvml.NVMLError, OutOfPatienceError):
+            thread.call(pynvml.nvmlShutdown)
+        thread.stop()

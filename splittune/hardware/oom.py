@@ -1,4 +1,4 @@
-"""Is this exception an out-of-memory error? The one judge."""
+"""What an exception says of the devices: out of memory, or out of order. The one judge of each."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ _SPELLINGS = re.compile(
             # what cuDNN says when no algorithm's workspace fits. \b keeps CUDNN_STATUS_NOT_SUPPORTED_SHAPE and its
             # kin out: those are true whatever is free.
             r"\bcuDNN error: CUDNN_STATUS_NOT_SUPPORTED\b",
+            # what torch says once it has tried every algorithm of cuDNN's, each of which ran out
+            r"\bUnable to find a valid cuDNN algorithm to run convolution\b",
             # cuFFT's plans; torch.stft reports INTERNAL_ERROR when little is free (pytorch#119420)
             r"\bCUFFT_(?:ALLOC_FAILED|INTERNAL_ERROR)\b",
             # NCCL's buffers, which DataParallel's broadcast needs
             r"\bCuda failure (?:\d+ )?'out of memory'",
             # under MIG the allocator asks NVML for the figures of its own message, and is refused (pytorch#112377)
-            r"\bNVML_SUCCESS == r INTERNAL ASSERT FAILED\b",
+            # and so it is where the driver does not match its library (pytorch#130486)
+            r"\bNVML_SUCCESS == [^\n]+ INTERNAL ASSERT FAILED\b",
             # the host's allocator: Linux, then Windows; and a C++ allocation that torch passes on
             r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)\b",
             r"\bstd::bad_alloc\b",
@@ -41,6 +44,31 @@ _SPELLINGS = re.compile(
         )
     ),
     re.MULTILINE,
+)
+
+# CUDA's errors after which every further call of the process fails as well, in CUDA's words: its documentation says of
+# each that the process must be ended and started anew. Not 'unknown error' and the libraries' EXECUTION_FAILED: they
+# follow from these errors and from others.
+_STICKY = re.compile(
+    r"(?:\b(?:CUDA|HIP)(?: driver)? error: |\bTriton Error \[(?:CUDA|HIP)\]: |\bCuda failure (?:\d+ )?')"
+    "(?:"
+    + "|".join(
+        (
+            r"an illegal memory access was encountered\b",
+            r"device-side assert triggered\b",
+            r"unspecified launch failure\b",
+            r"the launch timed out and was terminated\b",
+            r"an illegal instruction was encountered\b",
+            r"misaligned address\b",
+            r"invalid program counter\b",
+            r"hardware stack error\b",
+            r"operation not supported on global/shared address space\b",
+            r"uncorrectable ECC error encountered\b",
+            r"uncorrectable NVLink error detected during the execution\b",
+            r"Invalid access of peer GPU memory over nvlink or a hardware error\b",
+        )
+    )
+    + ")"
 )
 
 # Python 3.11 brought exception groups; nothing is an instance of ().
@@ -65,6 +93,28 @@ def is_out_of_memory(error: BaseException) -> bool:
     return _counts(error, seen=set())
 
 
+def is_sticky(error: BaseException) -> bool:
+    """True for a CUDA error after which this process can use its devices no more: a kernel that read or asserted wrongly.
+
+    The state of the process is judged, not whose error it is. So besides a `RuntimeError` that says so, an exception
+    counts that was raised `from` one, or while one was handled, and a group of which any member counts. A process may
+    have run out of memory as well: where both judges say yes, this one decides.
+
+    Example: ``RuntimeError("CUDA error: device-side assert triggered")`` counts, "CUDA error: out of memory" does not.
+    """
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, RuntimeError) and _STICKY.search(_own_words(str(one), and_handled=True)):
+            return True
+        pending += (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, _EXCEPTION_GROUP) else ()))
+    return False
+
+
 def _counts(error: BaseException | None, seen: set[int]) -> bool:
     """`seen` holds the identities already judged: causes can be tied into a ring by hand."""
     while error is not None and id(error) not in seen:
@@ -83,15 +133,14 @@ def _counts_by_itself(error: BaseException, seen: set[int]) -> bool:
     return isinstance(error, RuntimeError) and _SPELLINGS.search(_own_words(str(error))) is not None
 
 
-def _own_words(message: str) -> str:
-    """What the exception itself says.
+def _own_words(message: str, *, and_handled: bool = False) -> str:
+    """What the exception itself says, and what was being handled when it was raised, if that is asked for.
 
     torch passes on an exception of another thread or process as text, a whole traceback behind 'Caught X in replica 1
-    ...'. The same rules hold for that text: what was only being handled does not count, and neither do lines of source
-    (indented), which may quote anything.
+    ...'. The same rules hold for that text, and lines of source (indented), which may quote anything, never count.
     """
     if not message.startswith("Caught "):
         return message
     heading, _, _ = message.partition("\n")
-    said_last = message.rpartition(_HANDLING)[2]
-    return "\n".join((heading, *(line for line in said_last.splitlines() if not line.startswith("  "))))
+    said = message if and_handled else message.rpartition(_HANDLING)[2]
+    return "\n".join((heading, *(line for line in said.splitlines() if not line.startswith("  "))))

@@ -9,6 +9,7 @@ import torch
 
 from splittune.errors import DeviceError
 from splittune.hardware.cuda import CudaHardware, count_visible_devices, describe_visible_devices
+from splittune.hardware.mig import refuse_several_instances_in_environment
 
 if TYPE_CHECKING:
     from splittune.hardware.base import Hardware
@@ -43,6 +44,7 @@ def _all_visible() -> CudaHardware:
             f"{describe_visible_devices()}: expected at least one to tune on. "
             'To plan without one, pass virtual GPUs, such as devices="4xRTX3090".'
         )
+    refuse_several_instances_in_environment()
     return CudaHardware([torch.device("cuda", index) for index in range(num_visible)])
 
 

@@ -15,7 +15,7 @@ from splittune.parallel.link import Link, TorchLink
 from splittune.parallel.nesting import batch_size_of, map_tensors, slice_arguments, tensors_of
 from splittune.parallel.outputs import combine_outputs
 from splittune.parallel.replica_loss import LossFunction, ReplicaLoss, WeightFunction
-from splittune.parallel.replicas import ReplicaCall, keep_buffer_updates, replicate, run_replicas
+from splittune.parallel.replicas import ReplicaCall, ReplicaGauge, keep_buffer_updates, replicate, run_replicas
 from splittune.parallel.transfer import send
 from splittune.parallel.window import Copies, WindowEngine
 from splittune.split import even_shards, fit_shards, shards_with_gpu0
@@ -96,6 +96,7 @@ class BalancedDataParallel(nn.Module):
         # held by a plain object: a loss that is a module must not appear in the wrapper's state_dict
         self._loss = None if loss_fn is None else ReplicaLoss(loss_fn, weight_fn)
         self._link = link
+        self.gauge: ReplicaGauge | None = None  # hardware that measures sets its own
         self._largest_trained = 0
         self._window: WindowEngine | None = None
         self._syncs = True
@@ -110,7 +111,7 @@ class BalancedDataParallel(nn.Module):
         copies = self._copy_out(active, link)
         calls = self._calls(call, self._modules_on(active, link, copies), shards, link)
         weights = [each.weight for each in calls]
-        outputs = run_replicas(calls, link)
+        outputs = run_replicas(calls, link, self.gauge)
         if calls[0].module is not self.module:
             keep_buffer_updates(self.module, calls[0].module, link)
         if self._trains():
@@ -258,7 +259,7 @@ class BalancedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # copies and pickles begin with no window: what the replicas hold belongs to this wrapper's graphs
-        return {**self.__dict__, "_window": None}
+        return {**self.__dict__, "_window": None, "gauge": None}
 
     def _name_of(self, position: int) -> str:
         return str(self.device_ids[position]) if self._link is None else str(self._link.place(position))

@@ -6,13 +6,21 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from splittune.parallel.link import Link
 from splittune.parallel.transfer import broadcast, copy_to_each
+
+
+class ReplicaGauge(Protocol):
+    """Is told of every replica's forward, on its device and in its thread: for measuring."""
+
+    def begin(self, position: int, module: nn.Module) -> None: ...
+
+    def end(self, position: int, output: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +127,14 @@ def _is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
 
 
-def run_replicas(calls: Sequence[ReplicaCall], link: Link) -> list[Any]:
+def run_replicas(calls: Sequence[ReplicaCall], link: Link, gauge: ReplicaGauge | None = None) -> list[Any]:
     """Every replica's output, in order: in a thread each where the link says so, else one after another.
 
     Grad mode, inference mode and autocast (its dtype as well) are the caller's in every thread. If replicas fail,
     the first one's exception is raised: the object itself, with the replica named in its message or its notes.
     """
     if not link.threaded or len(calls) == 1:
-        return [_run(call, link, len(calls)) for call in calls]
+        return [_run(call, link, len(calls), gauge) for call in calls]
     outputs: list[Any] = [None] * len(calls)
     errors: list[BaseException | None] = [None] * len(calls)
     enter_caller_state = _caller_state()
@@ -134,7 +142,7 @@ def run_replicas(calls: Sequence[ReplicaCall], link: Link) -> list[Any]:
     def work(index: int) -> None:
         try:
             with enter_caller_state():
-                outputs[index] = _run(calls[index], link, len(calls))
+                outputs[index] = _run(calls[index], link, len(calls), gauge)
         except BaseException as error:  # noqa: BLE001  it belongs to the calling thread, which raises it
             errors[index] = error
 
@@ -153,16 +161,25 @@ def run_replicas(calls: Sequence[ReplicaCall], link: Link) -> list[Any]:
         errors.clear()
 
 
-def _run(call: ReplicaCall, link: Link, num_replicas: int) -> Any:
+def _run(call: ReplicaCall, link: Link, num_replicas: int, gauge: ReplicaGauge | None) -> Any:
     try:
         with link.replica(call.position, num_replicas):
-            if call.loss_fn is None:
-                return call.module(*call.args, **call.kwargs)
-            *inputs, targets = call.args
-            return call.loss_fn(call.module(*inputs, **call.kwargs), targets)
+            if gauge is None:
+                return _output_of(call)
+            gauge.begin(call.position, call.module)
+            output = _output_of(call)
+            gauge.end(call.position, output)
+            return output
     except Exception as error:
         _say_where(error, call.where)
         raise
+
+
+def _output_of(call: ReplicaCall) -> Any:
+    if call.loss_fn is None:
+        return call.module(*call.args, **call.kwargs)
+    *inputs, targets = call.args
+    return call.loss_fn(call.module(*inputs, **call.kwargs), targets)
 
 
 def _say_where(error: Exception, where: str) -> None:

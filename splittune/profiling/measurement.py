@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from statistics import median, quantiles
+from math import sqrt
+from statistics import mean, median, quantiles, stdev
 from typing import Any, Literal
 
 from splittune.hardware.base import DeviceMemory
 from splittune.split import BatchSplit
 
 NOISY_RELATIVE_IQR = 0.05
-
+MIN_SAMPLES_FOR_ERROR = 3
+# Student's t for 95 %, two-sided, with 2, 3, ... degrees of freedom; the last stands for more, which errs by 6 % at most.
+_STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201,
+              2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
 
 LossPlacement = Literal["output", "replica"]
 
@@ -51,6 +55,10 @@ class Measurement:
     device_busy_s: tuple[float, ...] | None = None
     """Median seconds of a micro-step in which device i worked; None where unknown."""
     message: str = ""
+    num_alloc_retries: int = 0
+    """How often an allocator handed its cache back and tried again during the timed phases, all devices together."""
+    notes: tuple[str, ...] = ()
+    """What whoever reads this measurement should know of how it came about, a plain sentence each."""
 
     def __post_init__(self) -> None:
         times = (*self.micro_step_times_s, *self.update_times_s, *self.whole_step_times_s)
@@ -65,6 +73,8 @@ class Measurement:
             raise ValueError(f"{len(self.memory)} memory readings for a split over {self.split.num_devices} devices.")
         if self.device_busy_s is not None and len(self.device_busy_s) != self.split.num_devices:
             raise ValueError(f"{len(self.device_busy_s)} busy times for a split over {self.split.num_devices} devices.")
+        if self.num_alloc_retries < 0:
+            raise ValueError(f"num_alloc_retries is {self.num_alloc_retries}: expected at least 0.")
 
     @property
     def micro_step_time_s(self) -> float | None:
@@ -99,6 +109,40 @@ class Measurement:
         lower, _, upper = quantiles(times, n=4, method="inclusive")
         return (upper - lower) > NOISY_RELATIVE_IQR * median(times)
 
+    @property
+    def relative_error(self) -> float | None:
+        """Half the width of a 95 % confidence interval of the median step time, over that median; None below 3 samples.
+
+        It is t x 1.2533 s / sqrt(n): the standard error of the median of a normal sample of standard deviation s, with
+        Student's t, since s is estimated from the same few. Not order statistics: those need six samples for 95 %, and
+        a quiet trial should end after three. An outlier makes it wider than need be, and asks for more samples.
+
+        Worked: steps of 1.00, 1.01 and 1.02 s give s = 0.01 s, and 4.303 x 1.2533 x 0.01 / sqrt(3) / 1.01 = 3.1 %.
+        """
+        samples = self._step_samples_s()
+        if len(samples) < MIN_SAMPLES_FOR_ERROR:
+            return None
+        student_t = _STUDENT_T[min(len(samples) - MIN_SAMPLES_FOR_ERROR, len(_STUDENT_T) - 1)]
+        return student_t * 1.2533 * stdev(samples) / sqrt(len(samples)) / median(samples)
+
+    @property
+    def is_on_the_edge(self) -> bool:
+        """True where an allocator had to try again during the timed phases: it fits, barely, and costs time."""
+        return self.num_alloc_retries > 0
+
+    def _step_samples_s(self) -> tuple[float, ...]:
+        """One estimate of the step time for each whole step, or for each round of micro-steps that ends with an update."""
+        if self.whole_step_times_s:
+            return self.whole_step_times_s
+        micro_steps, updates = self.micro_step_times_s, self.update_times_s
+        each = len(micro_steps) // len(updates) if updates else 0
+        if not each or len(micro_steps) != each * len(updates):
+            return micro_steps  # not of rounds: the larger part of the step stands for it
+        rounds = (micro_steps[start : start + each] for start in range(0, len(micro_steps), each))
+        return tuple(
+            self.split.accumulation_steps * mean(times) + update for times, update in zip(rounds, updates, strict=True)
+        )
+
     def lacks_headroom(self, min_headroom_bytes: int | Sequence[int]) -> tuple[DeviceMemory, int] | None:
         """The device furthest below its demanded headroom and that demand; None when every device keeps it."""
         demands = [min_headroom_bytes] * len(self.memory) if isinstance(min_headroom_bytes, int) else min_headroom_bytes
@@ -132,4 +176,6 @@ class Measurement:
             device_busy_s=None if busy is None else tuple(busy),
             message=data["message"],
             loss_placement=data["loss_placement"],
+            num_alloc_retries=data.get("num_alloc_retries", 0),  # absent where an earlier version wrote it
+            notes=tuple(data.get("notes", ())),
         )

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from statistics import median
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 
 import torch
 
 from splittune.hardware.base import DeviceMemory, Hardware
-from splittune.hardware.oom import is_out_of_memory
+from splittune.hardware.oom import is_out_of_memory, is_sticky
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
+from splittune.profiling.pacing import Pacer
 from splittune.profiling.recorder import Recorder
+from splittune.profiling.watch import DeviceWatch
 from splittune.split import BatchSplit
 from splittune.training import SampleBatch, Snapshot, TrainingStep, TrainingTask
 
-# A real clock is asked until it settles. A modelled one repeats exactly, and once is enough.
-NUM_WARM_UPS = 2
-MIN_ROUNDS, MAX_ROUNDS = 3, 10
-SETTLED_RELATIVE_SPREAD = 0.02
-NUM_WHOLE_STEPS = 5
+logger = logging.getLogger(__name__)
+
+_Run = Callable[[TrainingStep, Recorder], None]
 
 
 class Profiler:
     """Runs trials of one task on one piece of hardware, and leaves the task as it was after each.
 
     A trial wraps the model, warms up, then times micro-steps and the optimizer's update apart, so that one with 32
-    accumulation steps costs no more than one with 3. Peaks of memory are read for both phases. Running out of memory
-    and keeping too little headroom are outcomes; every other exception is the user's own and passes through untouched.
+    accumulation steps costs no more than one with 3 (`Pacer` says how much is run). Peaks of memory are read for both
+    phases. Running out of memory and keeping too little headroom are outcomes; every other exception is the user's own
+    and passes through untouched.
+
+    On real devices a trial during which other programs took or gave back memory, or a device was throttled, is run once
+    more, and the second counts; its notes say so. After a CUDA error that leaves the process without its devices nothing
+    of them is touched any more: what is on the host is put back, and the error passes through with a note.
 
     Args:
         task: the job.
@@ -51,45 +57,84 @@ class Profiler:
         self._task, self._hardware, self._samples, self._snapshot = task, hardware, samples, snapshot
         self._min_headroom_bytes = min_headroom_bytes
         self._loss_placement = loss_placement
+        self._pacer = Pacer(is_modelled=hardware.is_modelled)
+        self._watch = DeviceWatch(hardware)
 
     def measure(self, split: BatchSplit) -> Measurement:
         """Micro-steps and updates of `split`, timed apart, in rounds that end with an update."""
-        return self._trial(split, self._run_rounds)
+        measurement = self._trial(split, self._pacer.run_rounds)
+        self._pacer.remember(measurement)
+        return measurement
 
     def measure_whole_steps(self, split: BatchSplit) -> Measurement:
         """Complete optimizer steps of `split`, every micro-batch included: what training will do."""
-        return self._trial(split, self._run_whole_steps)
+        return self._trial(split, self._pacer.run_whole_steps)
 
-    def _trial(self, split: BatchSplit, run: Callable[[TrainingStep, Recorder], None]) -> Measurement:
-        recorder = Recorder(self._hardware)
-        lacking: str | None = None
-        memory: tuple[DeviceMemory, ...] = ()
+    def _trial(self, split: BatchSplit, run: _Run) -> Measurement:
+        notes = self._watch.before_trial()
+        measurement, disturbances = self._attempt(split, run)
+        if disturbances:
+            logger.warning("%s is measured again. %s", split, " ".join(disturbances))
+            notes += tuple(f"Measured again: {_in_a_sentence(disturbance)}" for disturbance in disturbances)
+            measurement, _ = self._attempt(split, run)
+        if measurement.is_on_the_edge:
+            times = measurement.num_alloc_retries
+            notes += (
+                f"Allocators handed their cache back {times} times in the timed steps: this split only just fits.",
+            )
+        return replace(measurement, notes=(*notes, *measurement.notes))
+
+    def _attempt(self, split: BatchSplit, run: _Run) -> tuple[Measurement, tuple[str, ...]]:
+        """The split measured once, and what disturbed it."""
+        course = self._go_through(split, run)
+        disturbances = self._watch.changes_during_trial(ran_through=course.lacking is None)
+        notes = (*course.throttling, *disturbances, *self._watch.leftovers())
+        if course.is_throttled:
+            disturbances = (*course.throttling, *disturbances)
+        if course.lacking is not None:
+            measurement = Measurement(
+                split=split, outcome=Outcome.OUT_OF_MEMORY, memory=course.memory, message=course.lacking
+            )
+        else:
+            measurement = course.recorder.measurement(split).judged(self._min_headroom_bytes)
+        whole = replace(measurement, loss_placement=self._loss_placement, notes=(*measurement.notes, *notes))
+        return whole, disturbances
+
+    def _go_through(self, split: BatchSplit, run: _Run) -> _Course:
+        course, is_usable = _Course(Recorder(self._hardware)), True
         try:
             with self._hardware.metered():
                 try:
-                    run(self._start(split), recorder)
+                    run(self._start(split), course.recorder)
+                    course.throttling, course.is_throttled = self._watch.throttling()
                 except Exception as error:
-                    if not is_out_of_memory(error):
+                    is_usable = not is_sticky(error)
+                    if not is_usable:
+                        _say_unusable(error)
+                    if not is_usable or not is_out_of_memory(error):
                         raise
-                    lacking = _describe(error, self._hardware.locate(error))
-                    memory = self._hardware.memory()
+                    course.lacking = _describe(error, self._hardware.locate(error))
+                    course.memory = self._hardware.memory()
         finally:
             # The except block is left: no frame of a failed step holds tensors any more, so they can be collected.
-            try:
+            self._clean_up(is_usable)
+        return course
+
+    def _clean_up(self, is_usable: bool) -> None:
+        """Empty the devices and put the job back; of devices that are not usable any more, touch nothing."""
+        try:
+            if is_usable:
                 _finish_backward()
                 self._hardware.recover()
-            finally:
+        except RuntimeError as error:  # a kernel's own error may show only now
+            is_usable = not is_sticky(error)
+            if not is_usable:
+                _say_unusable(error)
+            raise
+        finally:
+            # What lives on such a device is lost, and putting it back raises once more: the first error is what counts.
+            with nullcontext() if is_usable else suppress(RuntimeError):
                 self._snapshot.restore()
-        if lacking is not None:
-            return Measurement(
-                split=split,
-                outcome=Outcome.OUT_OF_MEMORY,
-                memory=memory,
-                loss_placement=self._loss_placement,
-                message=lacking,
-            )
-        measurement = replace(recorder.measurement(split), loss_placement=self._loss_placement)
-        return measurement.judged(self._min_headroom_bytes)
 
     def _start(self, split: BatchSplit) -> TrainingStep:
         in_replica = self._loss_placement == "replica"
@@ -101,38 +146,18 @@ class Profiler:
         self._hardware.prepare_optimizer(optimizer)
         return TrainingStep(self._task, model, optimizer, split, self._samples)
 
-    def _run_rounds(self, step: TrainingStep, recorder: Recorder) -> None:
-        # The first micro-step of a step copies the parameters out, the last one brings the gradients home, and those
-        # between are alike: three kinds, so three micro-steps tell the time of any number of them.
-        num_micro_steps = min(step.split.accumulation_steps, 3)
-        for _ in range(1 if self._hardware.is_modelled else NUM_WARM_UPS):
-            with recorder.phase("warm_up"):
-                step.micro_step()
-                step.update()
-        rounds_s: list[float] = []
-        while not self._has_settled(rounds_s):
-            for number in range(1, num_micro_steps + 1):
-                with recorder.phase("micro_step"):
-                    step.micro_step(last=number == num_micro_steps)
-            with recorder.phase("update"):
-                step.update()
-            rounds_s.append(sum(recorder.times_s["micro_step"][-num_micro_steps:]))
 
-    def _run_whole_steps(self, step: TrainingStep, recorder: Recorder) -> None:
-        with recorder.phase("warm_up"):
-            step.micro_step()
-            step.update()
-        for _ in range(1 if self._hardware.is_modelled else NUM_WHOLE_STEPS):
-            with recorder.phase("whole_step"):
-                step.whole()
+@dataclass(slots=True)
+class _Course:
+    """How a trial went."""
 
-    def _has_settled(self, rounds_s: Sequence[float]) -> bool:
-        if self._hardware.is_modelled:
-            return len(rounds_s) == 1
-        if len(rounds_s) < MIN_ROUNDS:
-            return False
-        recent = rounds_s[-MIN_ROUNDS:]
-        return len(rounds_s) == MAX_ROUNDS or max(recent) - min(recent) <= SETTLED_RELATIVE_SPREAD * median(recent)
+    recorder: Recorder
+    lacking: str | None = None
+    """Of a trial that ran out of memory, the error in one line."""
+    memory: tuple[DeviceMemory, ...] = ()
+    """What was read when it did."""
+    throttling: tuple[str, ...] = ()
+    is_throttled: bool = False
 
 
 def _finish_backward() -> None:
@@ -145,3 +170,16 @@ def _describe(error: BaseException, device: int | None) -> str:
     """The error in one line, led by the device it is about where that is known: the search reads it there."""
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
     return first_line if device is None else f"device {device}: {first_line}"
+
+
+def _say_unusable(error: BaseException) -> None:
+    """Note on the error what it means; Python 3.10 has no notes."""
+    if hasattr(error, "add_note"):
+        error.add_note(
+            "After this CUDA error the process cannot use its devices any more: the search ends. Start a new process; "
+            "trials that were finished are in the storage, if one was given, and the search goes on from there."
+        )
+
+
+def _in_a_sentence(note: str) -> str:
+    return note[0].lower() + note[1:]

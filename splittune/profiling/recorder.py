@@ -13,11 +13,12 @@ from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.split import BatchSplit
 
-Phase = Literal["warm_up", "micro_step", "update", "whole_step"]
+Phase = Literal["warm_up", "single_step", "micro_step", "update", "whole_step"]
+TIMED: tuple[Phase, ...] = ("micro_step", "update", "whole_step")
 
 
 class Recorder:
-    """Wrap each part of a trial in `phase`; `measurement` then says what was seen.
+    """Wrap each part of a trial in `phase`; `measurement` then says what was seen, and what was noted in `notes`.
 
     The clock waits for every device before and after, so a phase's time is all of its work. Peaks start anew with each
     phase; the trial's are the largest of all phases, warm-up included, for training goes through that as well.
@@ -26,19 +27,30 @@ class Recorder:
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         self.times_s: dict[Phase, list[float]] = defaultdict(list)
+        self.notes: list[str] = []
         self._busy_s: list[list[float]] = []
+        self._num_alloc_retries = 0
         self._memory: dict[Phase, list[tuple[DeviceMemory, ...]]] = defaultdict(list)
+        self._resting: list[tuple[DeviceMemory, ...]] = []
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         self._hardware.reset_peaks()
-        start_s = self._hardware.clock()
+        if name == "micro_step":
+            self._resting.append(self._hardware.memory())  # nothing has run since: the peak is what is held at rest
+        # what takes time to ask for is asked before the clock, and after it
+        num_retries_before = sum(self._hardware.num_alloc_retries())
         busy_before = self._hardware.busy_s()
+        start_s = self._hardware.clock()
         yield
         self.times_s[name].append(self._hardware.clock() - start_s)
         busy_after = self._hardware.busy_s()
         if name == "micro_step" and busy_before is not None and busy_after is not None:
-            self._busy_s.append([after - before for before, after in zip(busy_before, busy_after, strict=True)])
+            busy = [after - before for before, after in zip(busy_before, busy_after, strict=True)]
+            if any(busy):  # else the job reached its model by another way, and nothing was seen
+                self._busy_s.append(busy)
+        if name in TIMED:
+            self._num_alloc_retries += sum(self._hardware.num_alloc_retries()) - num_retries_before
         self._memory[name].append(self._hardware.memory())
 
     def measurement(self, split: BatchSplit) -> Measurement:
@@ -54,19 +66,25 @@ class Recorder:
             whole_step_times_s=tuple(self.times_s["whole_step"]),
             memory=self._peaks(),
             device_busy_s=tuple(map(median, zip(*self._busy_s, strict=True))) if self._busy_s else None,
+            num_alloc_retries=self._num_alloc_retries,
+            notes=tuple(self.notes),
         )
 
     def _peaks(self) -> tuple[DeviceMemory, ...]:
         readings = [reading for phase in self._memory.values() for reading in phase]
-        micro_step, update = _largest(self._memory["micro_step"]), _largest(self._memory["update"])
         return tuple(
             replace(
                 device,
-                micro_step_peak_bytes=micro_step[index].peak_allocated_bytes if micro_step else None,
-                update_peak_bytes=update[index].peak_allocated_bytes if update else None,
+                micro_step_peak_bytes=self._peak("micro_step", index),
+                update_peak_bytes=self._peak("update", index),
+                single_step_peak_bytes=self._peak("single_step", index),
+                resting_bytes=max((reading[index].peak_allocated_bytes for reading in self._resting), default=None),
             )
             for index, device in enumerate(_largest(readings))
         )
+
+    def _peak(self, phase: Phase, index: int) -> int | None:
+        return max((reading[index].peak_allocated_bytes for reading in self._memory[phase]), default=None)
 
 
 def _typical_and_once_a_step(micro_steps: list[float], updates: list[float]) -> tuple[list[float], list[float]]:

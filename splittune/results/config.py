@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from splittune.parallel.balanced import Engine
     from splittune.parallel.replica_loss import LossFunction, WeightFunction
 
+_MAX_MESSAGE = 1000
+
 
 def current_versions() -> dict[str, str]:
     """What a config was tuned with: the versions of splittune, torch and Python."""
@@ -132,8 +134,11 @@ class SplitConfig:
         try:
             return cls(**fields_from_text(text))
         except ValueError as error:  # ConfigError, InvalidSplitError, and Python's refusal of integers of 4,300 digits
+            said = str(error)
+            if len(said) > _MAX_MESSAGE:  # a value of thousands of entries, quoted
+                said = f"{said[: _MAX_MESSAGE // 2]} ... {said[-_MAX_MESSAGE // 2 :]}"
             raise ConfigError(
-                f"{name}: {error} Failing that, restore the file as it was saved, or tune again."
+                f"{name}: {said} Failing that, restore the file as it was saved, or tune again."
             ) from error
 
     def wrap(

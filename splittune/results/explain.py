@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from statistics import linear_regression
 from typing import TYPE_CHECKING
 
 from splittune.profiling.measurement import Outcome
+from splittune.search.growth import growth_of
 from splittune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -61,25 +61,20 @@ class Remedy(str, Enum):
 def memory_parts(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryParts, ...]:
     """The parts of every device's peak at the split of `best`; empty where its memory was not recorded.
 
-    Two straight lines through the trials that ran with the loss where `best` has it. First ``peak = a + slope x shard``
-    over all trials and devices but GPU 0: its slope is what one sample costs on a card, taken for GPU 0 too. What then
-    remains of GPU 0's peaks is fitted with ``peak - slope x shard = c + whole x m`` over the sizes m of the
-    micro-batch. `fixed_bytes` is what remains of the peak; parts are clipped so that none is negative. Worked, in MiB:
-    replicas at 11 with 2 samples and 15 with 4 give a slope of 2. GPU 0 at 18 with 2 of 8 samples and 22 with 4 of 8
-    leaves 14 at m = 8; at 40 with 3 of 48 samples it leaves 34, so one sample of the micro-batch costs 20 / 40 = 0.5.
-    The peak of 40 is 3 x 2 = 6 for the share, 48 x 0.5 = 24 for the whole micro-batch, and 10 that are fixed.
+    `growth_of` the trials that ran with the loss where `best` has it tells what a sample costs, of a card's own share and
+    of the whole micro-batch. `fixed_bytes` is what remains of the peak; parts are clipped so that none is negative. Worked,
+    in MiB: 2 a sample and 0.5 for each of the micro-batch make of a peak of 40 with 3 of 48 samples 6 for the share, 24 for
+    the whole micro-batch, and 10 that are fixed.
 
     Limits: replicas are taken to cost the same per sample. Peaks are those of forward and backward where known (the
-    update's do not grow with the batch, and would flatten the line); a trial without them counts only when no trial has
-    them. A small micro-step may peak where gradients are gathered, which flattens the lines a little, too. Torch's
-    DataParallel and a gradient kept over accumulation steps cost GPU 0 up to one copy of the parameters more from two
-    steps on, where m is small: that much of the whole micro-batch's part is missed, and counted as fixed. With a single
-    device its share is the micro-batch: `per_share_bytes` is both, and `whole_batch_bytes` 0.
+    update's do not grow with the batch); a trial without them counts only when no trial has them. With a single device its
+    share is the micro-batch: `per_share_bytes` is both, and `whole_batch_bytes` 0.
     """
     runs = [trial.measurement for trial in trials if trial.measurement.outcome in (Outcome.OK, Outcome.NO_HEADROOM)]
     runs = [run for run in (*runs, best) if run.memory and run.loss_placement == best.loss_placement]
     split_runs = [run for run in runs if all(memory.micro_step_peak_bytes is not None for memory in run.memory)]
-    per_sample, per_whole_sample = _slopes_of(split_runs or runs)
+    grown = growth_of(split_runs or runs)
+    per_sample, per_whole_sample = grown.per_sample_bytes, grown.per_micro_batch_sample_bytes
     alike = next((run for run in split_runs if run.split == best.split), best)
     return tuple(
         _parts_of(
@@ -90,30 +85,6 @@ def memory_parts(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryPart
         )
         for device, memory in enumerate(best.memory)
     )
-
-
-def _slopes_of(runs: Sequence[Measurement]) -> tuple[float | None, float | None]:
-    """Bytes per sample of a device's share, and GPU 0's per sample of the micro-batch; None where nothing varies."""
-    if runs and runs[0].split.num_devices == 1:
-        return _slope([(run.split.micro_batch_size, _peak_of(run.memory[0])) for run in runs]), 0.0
-    per_sample = _slope(
-        [
-            (shard, _peak_of(memory))
-            for run in runs
-            for shard, memory in zip(run.split.shard_sizes[1:], run.memory[1:], strict=True)
-        ]
-    )
-    if per_sample is None:
-        return None, None
-    rest = [(run.split.micro_batch_size, _peak_of(run.memory[0]) - per_sample * run.split.gpu0_bsz) for run in runs]
-    return per_sample, _slope(rest)
-
-
-def _slope(points: Sequence[tuple[int, float]]) -> float | None:
-    """Least squares, at least 0; None where all points share one size."""
-    if len({size for size, _ in points}) < 2:
-        return None
-    return max(0.0, linear_regression([size for size, _ in points], [peak for _, peak in points]).slope)
 
 
 def _peak_of(memory: DeviceMemory) -> int:

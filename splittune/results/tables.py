@@ -50,11 +50,14 @@ _TRIALS_TYPES = {
     "num_micro_steps_timed": "Int64",
     "num_updates_timed": "Int64",
     "num_whole_steps_timed": "Int64",
+    "relative_error": "Float64",
     "is_noisy": "boolean",
     "is_modelled": "boolean",
     "least_headroom_bytes": "Int64",
     "least_headroom_device": "Int64",
+    "num_alloc_retries": "Int64",
     "reason": "string",
+    "notes": "string",
     "message": "string",
 }
 _DEVICES_TYPES = {
@@ -69,6 +72,8 @@ _DEVICES_TYPES = {
     "headroom_bytes": "Int64",
     "micro_step_peak_bytes": "Int64",
     "update_peak_bytes": "Int64",
+    "single_step_peak_bytes": "Int64",
+    "resting_bytes": "Int64",
     "busy_s": "Float64",
     "outcome": "string",
 }
@@ -97,11 +102,14 @@ def trials_table(trials: Iterable[TrialRecord], *, is_modelled: bool | None = No
     | `num_micro_steps_timed` | | micro-steps behind the median; 0 where none ran |
     | `num_updates_timed` | | updates behind the median |
     | `num_whole_steps_timed` | | whole optimizer steps behind the median |
+    | `relative_error` | | half the width of the 95 % confidence interval of the step time, over it; empty for a clock that repeats exactly |
     | `is_noisy` | | `True` where the times spread by more than 5 % of their median; empty without times |
     | `is_modelled` | | `True` where times come from a model of the devices, not from a clock |
     | `least_headroom_bytes` | bytes | what the fullest device had left at its peak; negative where it would not fit |
     | `least_headroom_device` | | that device, counted from 0 within the job |
+    | `num_alloc_retries` | | times the allocator had to free memory and try again in timed steps: above 0 the split is on the edge |
     | `reason` | | why the search tried this split |
+    | `notes` | | what else happened: a trial repeated, cut short, throttled |
     | `message` | | what went wrong, if anything did; line breaks become spaces |
     """
     return _frame([_trial_row(trial, is_modelled) for trial in trials], _TRIALS_TYPES)
@@ -125,6 +133,8 @@ def devices_table(trials: Iterable[TrialRecord], *, devices: Sequence[Device] = 
     | `headroom_bytes` | bytes | total - outside - peak reserved |
     | `micro_step_peak_bytes` | bytes | peak allocated in forward and backward alone |
     | `update_peak_bytes` | bytes | peak allocated in the optimizer's update alone |
+    | `single_step_peak_bytes` | bytes | peak allocated in a step of one such micro-batch alone, where no gradients wait |
+    | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes |
     | `busy_s` | s | median time of a micro-step in which the device worked |
     | `outcome` | | the trial's outcome, as in `trials.csv` |
     """
@@ -164,11 +174,14 @@ def _trial_row(trial: TrialRecord, is_modelled: bool | None) -> dict[str, Any]:
         "num_micro_steps_timed": len(measurement.micro_step_times_s),
         "num_updates_timed": len(measurement.update_times_s),
         "num_whole_steps_timed": len(measurement.whole_step_times_s),
+        "relative_error": measurement.relative_error,
         "is_noisy": None if measurement.step_time_s is None else measurement.is_noisy,
         "is_modelled": is_modelled,
         "least_headroom_bytes": None if fullest is None else fullest.headroom_bytes,
         "least_headroom_device": None if fullest is None else fullest.device,
+        "num_alloc_retries": measurement.num_alloc_retries,
         "reason": _in_one_line(trial.reason),
+        "notes": _in_one_line(" ".join(measurement.notes)),
         "message": _in_one_line(measurement.message),
     }
 
@@ -200,6 +213,8 @@ def _memory_cells(memory: DeviceMemory | None) -> dict[str, int | None]:
         "headroom_bytes",
         "micro_step_peak_bytes",
         "update_peak_bytes",
+        "single_step_peak_bytes",
+        "resting_bytes",
     )
     return {cell: None if memory is None else getattr(memory, cell) for cell in cells}
 

@@ -30,7 +30,9 @@ class TuneResult:
     trials: tuple[Trial, ...]
     config: SplitConfig
     stopped: str = ""
-    """Why the search ended: ``"max_trials"``, ``"timeout"`` or ``"space exhausted"``."""
+    """Why the search ended: ``"converged"``, ``"max_trials"``, ``"timeout"`` or ``"space exhausted"``."""
+    doubts: tuple[str, ...] = ()
+    """What people should know before they rely on it, in sentences: models that did not fit, a loader that is too slow."""
 
     @property
     def speedup(self) -> float | None:
@@ -41,8 +43,9 @@ class TuneResult:
 
     @property
     def explanation(self) -> str:
-        """One paragraph: how far apart the cards are at the best split, what fills the fullest, and what would help."""
-        return explain(self.trials, self.best, self.baseline, self.config.devices, is_modelled=self.config.is_modelled)
+        """One paragraph: how far apart the cards are at the best split, what fills the fullest, what would help; doubts."""
+        text = explain(self.trials, self.best, self.baseline, self.config.devices, is_modelled=self.config.is_modelled)
+        return " ".join((text, *self.doubts))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``split.json``, ``trials.csv``, ``devices.csv`` and ``explanation.txt`` into `folder`, made if missing.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import hypot
+from statistics import median, stdev
 from typing import TYPE_CHECKING
 
+from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.attempt import Attempt, rank
 
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
     from splittune.split import BatchSplit
 
 NUM_FINALISTS = 3
+# Two splits are too close to call within so many standard errors of their difference.
+TOO_CLOSE = 2.0
+# A split at which the allocator had to free memory and try again is one fragment away from failing: worth this much speed.
+EDGE_PRICE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +33,16 @@ class Confirmed:
 def confirm_finalists(
     even_splits: Sequence[BatchSplit],
     attempts: Sequence[Attempt],
-    measure_again: Callable[[BatchSplit, str], Measurement],
+    measure_again: Callable[[BatchSplit, str, int], Measurement],
 ) -> Confirmed:
-    """Measure the finalists among `attempts` once more, by `measure_again(split, reason)`, each at most once.
+    """Measure the finalists among `attempts` once more, by `measure_again(split, reason, turn)`.
 
     The baseline comes first; one that does not fit again gives way to the measured even split with the next more
     steps. Then the fastest splits in turn until `NUM_FINALISTS` of them fitted again, the baseline among them if it is
-    that fast. The fastest as confirmed wins, of equals the one with more headroom, then the one that was faster
-    before.
+    that fast. Those within the noise of the fastest are measured a second time in the opposite order, so that a drift of
+    the clocks falls on all alike, and both count. The fastest wins; of those still within the noise of it, and no slower
+    than the baseline, the one with most headroom, then the one that was faster before. A split at which the allocator
+    had to retry gives way to one that is close.
     """
     fitting = sorted((attempt.measurement for attempt in attempts if attempt.fits), key=rank)
     fits = {measurement.split for measurement in fitting}
@@ -41,16 +50,85 @@ def confirm_finalists(
 
     def fits_again(split: BatchSplit, reason: str) -> bool:
         if split not in confirmed:
-            confirmed[split] = measure_again(split, reason)
+            confirmed[split] = measure_again(split, reason, 1)
         return confirmed[split].outcome is Outcome.OK
 
-    evens = (split for split in even_splits if split in fits)
-    baseline = next((split for split in evens if fits_again(split, "the baseline, once more")), None)
+    def baseline_again() -> Measurement | None:
+        evens = (split for split in even_splits if split in fits)
+        return next((confirmed[split] for split in evens if fits_again(split, "the baseline, once more")), None)
+
+    baseline_again()
     num_confirmed = 0
     for place, measurement in enumerate(fitting, start=1):
         if num_confirmed == NUM_FINALISTS:
             break
         num_confirmed += fits_again(measurement.split, f"number {place} of the search, once more")
-    in_order = (confirmed[m.split] for m in fitting if m.split in confirmed)
-    best = min((m for m in in_order if m.outcome is Outcome.OK), key=rank, default=None)
-    return Confirmed(best=best, baseline=None if baseline is None else confirmed[baseline])
+    close = _within_noise([m for m in confirmed.values() if m.outcome is Outcome.OK])
+    if len(close) > 1 and any(_relative_error(m) > 0 for m in close):
+        for first in reversed(close):
+            again = measure_again(first.split, "too close to call: in turn, once more", 2)
+            confirmed[first.split] = _together(first, again)
+    baseline = baseline_again()  # where it failed in the second turn, the next
+    in_order = [confirmed[m.split] for m in fitting if m.split in confirmed]
+    close = _within_noise(_off_the_edge([m for m in in_order if m.outcome is Outcome.OK]))
+    # within the noise, too, nothing is chosen that looks slower than what it is compared with
+    least = 0.0 if baseline is None or baseline.is_on_the_edge else baseline.throughput or 0.0
+    best = max((m for m in close if (m.throughput or 0.0) >= least), key=_least_headroom, default=None)
+    return Confirmed(best=best, baseline=baseline)
+
+
+def _off_the_edge(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Without those in which the allocator had to retry, as long as another is close to the fastest."""
+    fastest = max((m.throughput or 0.0 for m in measurements), default=0.0)
+    safe = [m for m in measurements if not m.is_on_the_edge]
+    is_close = any((m.throughput or 0.0) >= (1 - EDGE_PRICE) * fastest for m in safe)
+    return safe if is_close else list(measurements)
+
+
+def _within_noise(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Those that cannot be told from the fastest, in the order given; all have run."""
+    fastest = max(measurements, key=lambda m: m.throughput or 0.0, default=None)
+    if fastest is None:
+        return []
+    return [m for m in measurements if _is_close(m, fastest)]
+
+
+def _is_close(one: Measurement, fastest: Measurement) -> bool:
+    behind = 1 - (one.throughput or 0.0) / (fastest.throughput or 1.0)
+    error = hypot(_relative_error(one), _relative_error(fastest))
+    return bool(behind <= TOO_CLOSE * error)
+
+
+def _relative_error(measurement: Measurement) -> float:
+    """Standard error of the median step over that median; 0 for a clock that repeats exactly, or too few steps to tell."""
+    times = measurement.whole_step_times_s or measurement.micro_step_times_s
+    if len(times) < 2:
+        return 0.0
+    return float(1.25 * stdev(times) / len(times) ** 0.5 / median(times))
+
+
+def _together(first: Measurement, second: Measurement) -> Measurement:
+    """Both measurements of one split as one: all times, the larger peaks; the second alone where it did not fit."""
+    if second.outcome is not Outcome.OK:
+        return second
+    return replace(
+        first,
+        micro_step_times_s=first.micro_step_times_s + second.micro_step_times_s,
+        update_times_s=first.update_times_s + second.update_times_s,
+        whole_step_times_s=first.whole_step_times_s + second.whole_step_times_s,
+        memory=tuple(map(_larger, first.memory, second.memory)),
+        num_alloc_retries=first.num_alloc_retries + second.num_alloc_retries,
+    )
+
+
+def _larger(one: DeviceMemory, other: DeviceMemory) -> DeviceMemory:
+    return replace(
+        one,
+        outside_bytes=max(one.outside_bytes, other.outside_bytes),
+        peak_allocated_bytes=max(one.peak_allocated_bytes, other.peak_allocated_bytes),
+        peak_reserved_bytes=max(one.peak_reserved_bytes, other.peak_reserved_bytes),
+    )
+
+
+def _least_headroom(measurement: Measurement) -> float:
+    return min((memory.headroom_bytes for memory in measurement.memory), default=float("-inf"))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from optuna.distributions import IntDistribution
+from optuna import TrialPruned
 from optuna.trial import FrozenTrial, TrialState
 
 from splittune.errors import ConfigError
@@ -16,43 +16,56 @@ from splittune.search.attempt import Attempt, lacking_devices
 if TYPE_CHECKING:
     import optuna
 
-    from splittune.search.candidates import Candidates
-
-PARAMETER = "candidate"
-"""The one parameter of the study: an index into `Candidates`."""
-
 _FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 _DEVICE = "device "
 _DEMANDS = "min_headroom_bytes"
 
 
-def distribution_of(candidates: Candidates) -> IntDistribution:
-    """The fixed distribution of the study's one parameter."""
-    return IntDistribution(0, len(candidates) - 1)
-
-
 def tell(
     study: optuna.Study, trial: optuna.Trial, attempt: Attempt, *, min_headroom_bytes: Sequence[int], reason: str
 ) -> None:
-    """Finish `trial` with what was measured.
+    """Finish `trial` with what was measured; a split that did not run is PRUNED, for samplers ignore what is FAIL."""
+    _note(trial, attempt, min_headroom_bytes, reason)
+    if _has_value(attempt):
+        study.tell(trial, attempt.measurement.throughput)
+    else:
+        study.tell(trial, state=TrialState.PRUNED)
 
-    User attributes hold the split, the reason and the whole measurement. A split that ran is COMPLETE with its
-    samples/s, one that did not is PRUNED (samplers ignore what is FAIL). Constraints, positive where violated, are
+
+def report(trial: optuna.Trial, measurement: Measurement) -> float:
+    """Note what was measured in a trial of one's own ``study.optimize``, and return its samples/s as the objective.
+
+    Raises:
+        optuna.TrialPruned: the split ran out of memory or crashed.
+    """
+    demands = trial.study.user_attrs.get(_DEMANDS) or [0] * measurement.split.num_devices
+    judged = measurement.judged(demands)
+    attempt = Attempt(measurement=judged, lacking=lacking_devices(judged, demands))
+    _note(trial, attempt, demands, getattr(trial.study.sampler, "reason", ""))
+    if not _has_value(attempt):
+        raise TrialPruned(judged.message)
+    assert judged.throughput is not None
+    return judged.throughput
+
+
+def _has_value(attempt: Attempt) -> bool:
+    return attempt.measurement.outcome in (Outcome.OK, Outcome.NO_HEADROOM)
+
+
+def _note(trial: optuna.Trial, attempt: Attempt, min_headroom_bytes: Sequence[int], reason: str) -> None:
+    """Write what was measured into the trial.
+
+    User attributes hold the split, the reason and the whole measurement. Constraints, positive where violated, are
     ``"device i"``, the headroom it lacks as a share of its memory (1 where the amount is unknown), and 1 for each of
     ``"out_of_memory"``, ``"crashed"`` and ``"no_headroom"``, the last where no device is known to lack any.
     """
     split, measurement = attempt.split, attempt.measurement
-    trial.set_user_attr("accumulation_steps", split.accumulation_steps)
     trial.set_user_attr("gpu0_bsz", split.gpu0_bsz)
     trial.set_user_attr("shard_sizes", list(split.shard_sizes))
     trial.set_user_attr("reason", reason)
     trial.set_user_attr("measurement", measurement.to_dict())
     for name, overflow in _constraints(attempt, min_headroom_bytes).items():
         trial.set_constraint(name, overflow)
-    if measurement.outcome in (Outcome.OK, Outcome.NO_HEADROOM):
-        study.tell(trial, measurement.throughput)
-    else:
-        study.tell(trial, state=TrialState.PRUNED)
 
 
 def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
@@ -65,7 +78,8 @@ def demand(study: optuna.Study, min_headroom_bytes: Sequence[int]) -> None:
 
     Other programs come and go, so a search that goes on another day may well have another demand.
     """
-    study.set_user_attr(_DEMANDS, list(min_headroom_bytes))
+    if study.user_attrs.get(_DEMANDS) != list(min_headroom_bytes):
+        study.set_user_attr(_DEMANDS, list(min_headroom_bytes))
 
 
 def attempt_of(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> Attempt:
@@ -86,10 +100,18 @@ def attempt_of(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> Attempt
     return Attempt(measurement=measurement, lacking=lacking_devices(measurement, min_headroom_bytes))
 
 
+def read_attempt(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> Attempt | None:
+    """What `tell` or `report` wrote; None where neither did."""
+    return attempt_of(trial, min_headroom_bytes) if "measurement" in trial.user_attrs else None
+
+
 def read_attempts(study: optuna.Study) -> list[Attempt]:
     """Everything measured so far, oldest first."""
+    trials = finished_trials(study)
+    if not trials:
+        return []
     demands = study.user_attrs[_DEMANDS]
-    return [attempt_of(trial, demands) for trial in finished_trials(study)]
+    return [attempt_of(trial, demands) for trial in trials]
 
 
 def _constraints(attempt: Attempt, min_headroom_bytes: Sequence[int]) -> dict[str, float]:

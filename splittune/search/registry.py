@@ -3,50 +3,55 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from optuna.samplers import BaseSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 
 from splittune.errors import ConfigError
-from splittune.search.coarse_to_fine import CoarseToFineSampler
-from splittune.search.sampler import CandidateSampler, OrderSampler, RandomSampler
+from splittune.search.grid import GridSampler
+from splittune.search.guard import GuardedSampler
+from splittune.search.sampler import GuidedSampler
+from splittune.split import SplitSpace
 
-if TYPE_CHECKING:
-    from splittune.search.candidates import Candidates
+DEFAULT_SAMPLER = "guided"
 
-DEFAULT_SAMPLER = "coarse-to-fine"
-
-_SAMPLERS: dict[str, Callable[[Candidates, int, int], BaseSampler]] = {
-    DEFAULT_SAMPLER: lambda candidates, _seed, _num_finished: CoarseToFineSampler(candidates),
-    "grid": lambda candidates, _seed, _num_finished: OrderSampler(candidates),
-    "random": lambda candidates, seed, _num_finished: RandomSampler(candidates, seed=seed),
-    # Seeded anew for each trial, so that a resumed search draws what an uninterrupted one would. constant_liar would
-    # let the unfinished trials of a killed run sway it.
-    "tpe": lambda _candidates, seed, num_finished: TPESampler(
-        seed=random.Random(f"{seed} {num_finished}").getrandbits(32), constant_liar=False
-    ),
+# Seeded anew for each trial, so that a resumed search draws what an uninterrupted one would. constant_liar would let the
+# unfinished trials of a killed run sway it.
+_PLAIN: dict[str, Callable[[SplitSpace, int], BaseSampler]] = {
+    "grid": lambda space, _seed: GridSampler(space),
+    "random": lambda _space, seed: RandomSampler(seed=seed),
+    "tpe": lambda _space, seed: TPESampler(seed=seed, constant_liar=False),
+    "gp": lambda _space, seed: GPSampler(seed=seed),
 }
 
-SAMPLER_NAMES = tuple(_SAMPLERS)
+SAMPLER_NAMES = (DEFAULT_SAMPLER, *_PLAIN)
 
 
-def make_inner(sampler: str | BaseSampler | None, candidates: Candidates, seed: int) -> Callable[[int], BaseSampler]:
-    """From the number of finished trials to the sampler that proposes the next; an instance stays the same.
+def make_sampler(
+    sampler: str | BaseSampler | None, space: SplitSpace, seed: int, min_headroom_bytes: Sequence[int]
+) -> GuidedSampler | GuardedSampler:
+    """The sampler of a search: guided, or any other with a guard around it; an instance stays the same.
 
     Raises:
-        ConfigError: no sampler has this name, or it is neither a name nor a sampler, or chooses among other candidates.
+        ConfigError: no sampler has this name, or it is neither a name nor a sampler, or is for another space.
     """
-    if isinstance(sampler, CandidateSampler) and sampler.candidates.space != candidates.space:
-        raise ConfigError(
-            f"the sampler chooses among the candidates of {sampler.candidates.space}, but the search is over "
-            f"{candidates.space}: make it with Candidates(space) of the same space."
-        )
+    if isinstance(sampler, GuidedSampler):
+        if sampler.space != space:
+            raise ConfigError(
+                f"the sampler chooses from {sampler.space}, but the search is over {space}: make it for the same space."
+            )
+        return sampler
     if isinstance(sampler, BaseSampler):
-        return lambda _num_finished: sampler
+        return GuardedSampler(space, lambda _num_finished: sampler)
     name = DEFAULT_SAMPLER if sampler is None else sampler
     if name not in SAMPLER_NAMES:
         known = ", ".join(map(repr, SAMPLER_NAMES))
         raise ConfigError(f"sampler is {sampler!r}: expected one of {known}, or an instance of an Optuna sampler.")
-    make = _SAMPLERS[name]
-    return lambda num_finished: make(candidates, seed, num_finished)
+    if name == DEFAULT_SAMPLER:
+        return GuidedSampler(space, min_headroom_bytes=min_headroom_bytes)
+    make = _PLAIN[name]
+
+    def seeded(num_finished: int) -> BaseSampler:
+        return make(space, random.Random(f"{seed} {num_finished}").getrandbits(32))
+
+    return GuardedSampler(space, seeded)

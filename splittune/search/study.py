@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
+from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
 from splittune.errors import ConfigError
+from splittune.interrupts import held_back
 from splittune.profiling.measurement import Measurement
 from splittune.search import history
 from splittune.search.attempt import Attempt, lacking_devices
-from splittune.search.candidates import Candidates
 from splittune.search.failure import no_feasible_split
 from splittune.search.finalists import confirm_finalists
 from splittune.search.guard import GuardedSampler
-from splittune.search.registry import make_inner
+from splittune.search.parameters import distributions_of, split_of
+from splittune.search.registry import make_sampler
 from splittune.search.result import SearchResult, Stopped, Trial
+from splittune.search.sampler import GuidedSampler
 from splittune.search.storage import open_study, quiet_optuna
+from splittune.search.table import even_table
 from splittune.split import BatchSplit, SplitSpace
 
 if TYPE_CHECKING:
@@ -35,7 +40,7 @@ def find_best_split(
     space: SplitSpace,
     measure: Measure,
     *,
-    max_trials: int = 24,
+    max_trials: int = 12,
     timeout_s: float | None = None,
     storage: str | os.PathLike[str] | None = None,
     seed: int = 0,
@@ -48,12 +53,13 @@ def find_best_split(
 ) -> SearchResult:
     """Find the split of `space` with the most samples/s among those that keep their headroom.
 
-    The even splits come first, until the baseline is found: the one at the fewest accumulation steps that fits. Then
-    `sampler` chooses. No split is searched twice, and none that a failure has ruled out is tried. At the end the
-    baseline and the best up to three are measured once more, and the fastest of these is the winner.
+    `sampler` chooses what to measure, the even splits among it that find the baseline: the one at the fewest
+    accumulation steps that fits. No split is searched twice, and none that a failure has ruled out is tried. At the end
+    the baseline and the best up to three are measured once more, those too close to call twice and in turn, and the
+    fastest of these is the winner; within the noise the one with more headroom.
 
     Args:
-        space: the legal splits; very large spaces are thinned, see `Candidates`.
+        space: the legal splits.
         measure: measures one split. A split that lacks memory or crashes is an `Outcome`, and the search goes on. Any
             exception is the caller's own: it leaves unchanged, and so does KeyboardInterrupt. The trials finished
             before that are in `storage`, and `on_trial` has been given each.
@@ -62,11 +68,11 @@ def find_best_split(
         timeout_s: seconds after which no further split is searched. The one being measured is finished, and the
             finalists are confirmed.
         storage: where trials are kept, so that a search that was stopped goes on: None is memory only; else a path
-            (.db, .sqlite, .sqlite3: SQLite; any other: an Optuna journal file) or an Optuna URL. One process at a time.
-        seed: for the samplers that draw, "random" and "tpe".
-        sampler: "coarse-to-fine" (the default), "grid" (plain order), "random", "tpe", or an Optuna sampler. It sees
-            one integer parameter, `PARAMETER`, an index into ``Candidates(space)``; what it proposes is moved to the
-            nearest split that is neither measured nor ruled out.
+            (.db, .sqlite, .sqlite3: SQLite; any other: an Optuna journal file) or an Optuna URL. One search at a time has a study.
+        seed: for the samplers that draw, "random", "tpe" and "gp".
+        sampler: "guided" (the default), "tpe", "gp", "random", "grid", or an Optuna sampler. It sees the parameters
+            `accumulation_steps` and `gpu0_share`, or a share of every card; what a plain one proposes is moved to the
+            nearest split that is neither measured nor ruled out. "gp" sets torch to one thread.
         min_headroom_bytes: what every device must keep free, or one number for each. Trials read back from `storage`
             are judged by it anew.
         confirm: measures the finalists, where that should differ from `measure`: longer, say.
@@ -80,14 +86,10 @@ def find_best_split(
     """
     _check_limits(max_trials, timeout_s)
     demands = _checked_demands(min_headroom_bytes, space.num_devices)
-    candidates = Candidates(space)
-    guard = GuardedSampler(candidates, make_inner(sampler, candidates, seed))
-    identity = asdict(space) | {"num_candidates": len(candidates)}
-    with quiet_optuna(), open_study(storage, study_name, guard, identity) as study:
+    chosen = make_sampler(sampler, space, seed, demands)
+    with quiet_optuna(), open_study(storage, study_name, chosen, asdict(space)) as study:
         history.demand(study, demands)
-        search = _Search(
-            study=study, guard=guard, candidates=candidates, demands=demands, on_trial=on_trial, clock=clock
-        )
+        search = _Search(study=study, sampler=chosen, space=space, demands=demands, on_trial=on_trial, clock=clock)
         search.resume()
         stopped = search.run(measure, max_trials, timeout_s)
         return search.conclude(confirm or measure, stopped)
@@ -98,8 +100,8 @@ class _Search:
     """One search under way: the study, and what was measured so far."""
 
     study: optuna.Study
-    guard: GuardedSampler
-    candidates: Candidates
+    sampler: GuidedSampler | GuardedSampler
+    space: SplitSpace
     demands: tuple[int, ...]
     on_trial: Callable[[Trial], None] | None
     clock: Callable[[], float]
@@ -117,59 +119,66 @@ class _Search:
         """Search until a limit is reached; says which."""
         started = self.clock()
         while True:
-            if self.guard.is_exhausted:
-                return "space exhausted"
             if len(self.attempts) >= max_trials:
                 return "max_trials"
             if timeout_s is not None and self.clock() - started >= timeout_s:
                 return "timeout"
+            stopped = self.sampler.why_stop(self.attempts)
+            if stopped is not None:
+                return stopped
             self._search_one(measure)
 
     def conclude(self, confirm: Measure, stopped: Stopped) -> SearchResult:
         """Confirm the finalists and choose."""
         round_of = len(self.attempts)
 
-        def measure_again(split: BatchSplit, reason: str) -> Measurement:
-            return self._confirm_one(confirm, split, reason, round_of)
+        def measure_again(split: BatchSplit, reason: str, turn: int) -> Measurement:
+            return self._confirm_one(confirm, split, reason, f"{round_of}:{turn}")
 
-        confirmed = confirm_finalists(self.candidates.even_splits, self.attempts, measure_again)
+        evens = even_table(self.space)
+        even_splits = [evens.split(row) for row in range(len(evens))]
+        confirmed = confirm_finalists(even_splits, self.attempts, measure_again)
         if confirmed.best is None:
             raise no_feasible_split(self.trials, stopped, self.demands)
         return SearchResult(
-            best=confirmed.best, baseline=confirmed.baseline, trials=tuple(self.trials), stopped=stopped
+            best=confirmed.best,
+            baseline=confirmed.baseline,
+            trials=tuple(self.trials),
+            stopped=stopped,
+            doubts=self.sampler.doubts(self.attempts) if isinstance(self.sampler, GuidedSampler) else (),
         )
 
     def _search_one(self, measure: Measure) -> None:
-        trial = self.study.ask({history.PARAMETER: history.distribution_of(self.candidates)})
+        trial = self.study.ask(distributions_of(self.space))
+        reason = self.sampler.reason
         try:
-            reason = self.guard.reason
-            measurement, elapsed_s = self._measure(measure, self.candidates[trial.params[history.PARAMETER]])
-            attempt = Attempt(measurement=measurement, lacking=lacking_devices(measurement, self.demands))
-            trial.set_user_attr("elapsed_s", elapsed_s)
-            history.tell(self.study, trial, attempt, min_headroom_bytes=self.demands, reason=reason)
+            measurement, elapsed_s = self._measure(measure, split_of(self.space, trial.params))
         except BaseException:
-            self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+            with suppress(StorageInternalError):  # the error to see is the one of the trial
+                self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
             raise
-        self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=False)
+        with held_back():  # Ctrl-C does not undo what was measured
+            attempt = Attempt(measurement=measurement, lacking=lacking_devices(measurement, self.demands))
+            try:
+                trial.set_user_attr("elapsed_s", elapsed_s)
+                history.tell(self.study, trial, attempt, min_headroom_bytes=self.demands, reason=reason)
+            finally:  # where it cannot be stored, the caller has it all the same
+                self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=False)
 
-    def _confirm_one(self, confirm: Measure, split: BatchSplit, reason: str, round_of: int) -> Measurement:
+    def _confirm_one(self, confirm: Measure, split: BatchSplit, reason: str, round_of: str) -> Measurement:
         """Confirmations belong to the state of the search they follow: when it goes on, all are measured anew."""
-        key = f"confirm:{round_of}:{self.candidates.index(split)}"
+        key = f"confirm:{round_of}:{split.accumulation_steps}x{'+'.join(map(str, split.shard_sizes))}"
         stored = self.study.user_attrs.get(key)
-        if stored is None:
-            measurement, elapsed_s = self._measure(confirm, split)
-            self.study.set_user_attr(key, {"measurement": measurement.to_dict(), "elapsed_s": elapsed_s})
-        else:
-            measurement, elapsed_s = Measurement.from_dict(stored["measurement"]), stored["elapsed_s"]
-        trial = Trial(
-            number=len(self.trials),
-            kind="confirm",
-            measurement=measurement,
-            reason=reason,
-            elapsed_s=elapsed_s,
-            is_resumed=stored is not None,
-        )
-        self._report(trial)
+        if stored is not None:
+            measurement = Measurement.from_dict(stored["measurement"])
+            self._report("confirm", measurement, reason, stored["elapsed_s"], is_resumed=True)
+            return measurement
+        measurement, elapsed_s = self._measure(confirm, split)
+        with held_back():
+            try:
+                self.study.set_user_attr(key, {"measurement": measurement.to_dict(), "elapsed_s": elapsed_s})
+            finally:
+                self._report("confirm", measurement, reason, elapsed_s, is_resumed=False)
         return measurement
 
     def _measure(self, measure: Measure, split: BatchSplit) -> tuple[Measurement, float]:
@@ -185,18 +194,25 @@ class _Search:
 
     def _finish_search_trial(self, attempt: Attempt, reason: str, elapsed_s: float, *, is_resumed: bool) -> None:
         self.attempts.append(attempt)
-        self.guard.observe(attempt)
+        self._report("search", attempt.measurement, reason, elapsed_s, is_resumed=is_resumed)
+
+    def _report(
+        self,
+        kind: Literal["search", "confirm"],
+        measurement: Measurement,
+        reason: str,
+        elapsed_s: float,
+        *,
+        is_resumed: bool,
+    ) -> None:
         trial = Trial(
             number=len(self.trials),
-            kind="search",
-            measurement=attempt.measurement,
+            kind=kind,
+            measurement=measurement,
             reason=reason,
             elapsed_s=elapsed_s,
             is_resumed=is_resumed,
         )
-        self._report(trial)
-
-    def _report(self, trial: Trial) -> None:
         self.trials.append(trial)
         if self.on_trial is not None:
             self.on_trial(trial)

@@ -49,22 +49,25 @@ class Snapshot:
         for tensor in self._tensors:
             tensor.take_gradient()
 
-    def restore(self) -> None:
-        """Put everything back. Call it once what the trial left on the devices has been freed."""
+    def restore(self, *, on_host_only: bool = False) -> None:
+        """Put everything back. Call it once what the trial left on the devices has been freed.
+
+        `on_host_only` is for devices that a CUDA error has made unusable: no value on them is touched.
+        """
         for module in self._modules:
             module.restore()
         for tensor in self._tensors:
-            tensor.restore()
+            tensor.restore(on_host_only=on_host_only)
         if self._optimizer is not None:
-            self._optimizer.restore()
+            self._optimizer.restore(on_host_only=on_host_only)
         for owner in self._loader:
             owner.restore()
-        self._random.restore()
+        self._random.restore(on_host_only=on_host_only)
 
-    def restore_gradients(self) -> None:
+    def restore_gradients(self, *, on_host_only: bool = False) -> None:
         """Put the gradients back as well: last of all, since they take device memory."""
         for tensor in self._tensors:
-            tensor.restore_gradient()
+            tensor.restore_gradient(on_host_only=on_host_only)
 
 
 class _SavedAttributes:
@@ -117,7 +120,16 @@ class _SavedTensor:
         if self.is_leaf:
             self.tensor.grad = None
 
-    def restore(self) -> None:
+    def restore(self, *, on_host_only: bool) -> None:
+        if self.on_host is not None or not on_host_only:
+            self._restore_values()
+        if self.is_leaf:
+            if not self.tensor.is_leaf:  # it was updated in place with something that has a gradient
+                self.tensor.detach_()
+            self.tensor.grad = None
+            self.tensor.requires_grad_(self.requires_grad)
+
+    def _restore_values(self) -> None:
         with torch.no_grad():
             if self.on_host is not None:
                 if not _is_same_memory(self.tensor, self.on_host):
@@ -125,18 +137,13 @@ class _SavedTensor:
             elif not self._is_as_found():
                 self.tensor.data = torch.empty_like(self.values, device=self.device)
             _copy_into(self.tensor.data, self.values)
-        if self.is_leaf:
-            if not self.tensor.is_leaf:  # it was updated in place with something that has a gradient
-                self.tensor.detach_()
-            self.tensor.grad = None
-            self.tensor.requires_grad_(self.requires_grad)
 
     def _is_as_found(self) -> bool:
         tensor, values = self.tensor, self.values
         return (tensor.device, tensor.dtype, tensor.shape) == (self.device, values.dtype, values.shape)
 
-    def restore_gradient(self) -> None:
-        if not self.is_leaf:
+    def restore_gradient(self, *, on_host_only: bool) -> None:
+        if not self.is_leaf or (on_host_only and self.grad_values is not None and self.grad_on_host is None):
             return
         if self.grad_values is None:
             self.tensor.grad = None
@@ -157,11 +164,11 @@ class _SavedOptimizer:
         self.param_groups = optimizer.param_groups
         self.groups = [_SavedGroup(group) for group in optimizer.param_groups]
 
-    def restore(self) -> None:
+    def restore(self, *, on_host_only: bool) -> None:
         self.attributes.restore()
         self.state.clear()
-        self.state.update({parameter: state.restored() for parameter, state in self.state_of.items()})
-        self.param_groups[:] = [group.restored() for group in self.groups]
+        self.state.update({parameter: state.restored(on_host_only) for parameter, state in self.state_of.items()})
+        self.param_groups[:] = [group.restored(on_host_only) for group in self.groups]
 
 
 class _SavedGroup:
@@ -171,9 +178,11 @@ class _SavedGroup:
         self.group, self.params, self.saved_params = group, group["params"], list(group["params"])
         self.options = {name: None if name == "params" else _SavedValue(value) for name, value in group.items()}
 
-    def restored(self) -> dict[str, Any]:
+    def restored(self, on_host_only: bool) -> dict[str, Any]:
         self.params[:] = self.saved_params
-        options = {name: option.restored() if option else self.params for name, option in self.options.items()}
+        options = {
+            name: option.restored(on_host_only) if option else self.params for name, option in self.options.items()
+        }
         self.group.clear()
         self.group.update(options)
         return self.group
@@ -194,17 +203,18 @@ class _SavedValue:
         else:
             self.values = copy.deepcopy(value)
 
-    def restored(self) -> Any:
+    def restored(self, on_host_only: bool) -> Any:
         original = self.original
         if isinstance(original, Tensor):
-            with torch.no_grad():
-                _copy_into(original, self.values)
+            if original.device.type == "cpu" or not on_host_only:
+                with torch.no_grad():
+                    _copy_into(original, self.values)
         elif isinstance(original, dict):
-            entries = {key: entry.restored() for key, entry in self.values.items()}
+            entries = {key: entry.restored(on_host_only) for key, entry in self.values.items()}
             original.clear()
             original.update(entries)
         elif isinstance(original, list | tuple):
-            entries_in_order = [entry.restored() for entry in self.values]
+            entries_in_order = [entry.restored(on_host_only) for entry in self.values]
             if isinstance(original, list):
                 original[:] = entries_in_order
         else:
@@ -222,15 +232,16 @@ class _SavedRandom:
         generators = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
         self.generators = [(generator, generator.get_state()) for generator in generators.values()]
 
-    def restore(self) -> None:
+    def restore(self, *, on_host_only: bool) -> None:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
-        if self.cuda:
+        if self.cuda and not on_host_only:
             torch.cuda.set_rng_state_all(self.cuda)
         for generator, state in self.generators:
-            generator.set_state(state)
+            if generator.device.type == "cpu" or not on_host_only:
+                generator.set_state(state)
 
 
 def _parts_of(loader: Iterable[Any]) -> list[object]:

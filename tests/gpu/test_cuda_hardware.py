@@ -139,6 +139,65 @@ def test_a_wrapped_model_trains_on_the_card(hardware):
     assert model.weight.grad.device == CUDA0
 
 
+def test_the_replicas_work_is_within_the_steps_time(hardware):
+    """Events on the card's own stream: a step's busy time is above 0 and no more than the clock says of the step."""
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)])
+    wrapped = hardware.wrap(model, BatchSplit.even(global_batch_size=512, accumulation_steps=1, num_devices=1))
+    x = torch.randn(512, 2048, device=CUDA0)
+    with hardware.metered():
+        for _ in range(3):  # the first learns which parameter comes last
+            before, start = hardware.busy_s(), hardware.clock()
+            wrapped(x).sum().backward()
+            step_s = hardware.clock() - start
+            after = hardware.busy_s()
+            assert before is not None
+            assert after is not None
+            assert 0 < after[0] - before[0] <= step_s
+    assert hardware.busy_s() is None
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_work_outside_the_replica_is_not_busy_time(hardware):
+    """What the card does between forward and backward, a loss say, is not the replica's: only the step's time grows."""
+    model = nn.Linear(64, 64)
+    wrapped = hardware.wrap(model, BatchSplit.even(global_batch_size=8, accumulation_steps=1, num_devices=1))
+    x, large = torch.randn(8, 64, device=CUDA0), torch.randn(8192, 8192, device=CUDA0)
+    with hardware.metered():
+        for _ in range(3):
+            before, start = hardware.busy_s(), hardware.clock()
+            output = wrapped(x)
+            for _ in range(20):
+                torch.mm(large, large)
+            output.sum().backward()
+            step_s = hardware.clock() - start
+            after = hardware.busy_s()
+        assert after is not None
+        assert before is not None
+        assert after[0] - before[0] < step_s / 2
+
+
+def test_allocations_come_back_after_a_thorough_recovery(hardware):
+    """cuBLAS's workspaces and all: after a product and its recovery as much is allocated as before, within 1 MiB."""
+    hardware.recover(thoroughly=True)
+    (before,) = hardware.allocated_bytes()
+    x = torch.randn(1024, 1024, device=CUDA0)
+    x = x @ x
+    assert hardware.allocated_bytes()[0] > before
+    del x
+    hardware.recover(thoroughly=True)
+    assert hardware.allocated_bytes()[0] == pytest.approx(before, abs=1 * MIB)
+
+
+def test_an_allocator_that_tries_again_is_counted(capped):
+    """Cached blocks of another size are handed back when the cap is reached: one retry, and no error."""
+    (before,) = capped.num_alloc_retries()
+    blocks = [torch.empty(64 * MIB, dtype=torch.uint8, device=CUDA0) for _ in range(12)]
+    del blocks
+    kept = torch.empty(900 * MIB, dtype=torch.uint8, device=CUDA0)
+    assert capped.num_alloc_retries() == (before + 1,)
+    assert kept.nbytes == 900 * MIB
+
+
 def test_an_optimizers_state_moves_to_the_card(hardware):
     """State made on the host follows its parameters to the card, and the next step runs."""
     model = nn.Linear(4, 4)

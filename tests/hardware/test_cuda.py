@@ -5,8 +5,6 @@ import logging
 import sys
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,79 +20,9 @@ from splittune.hardware.nvml import NvmlMemory
 from splittune.parallel import BalancedDataParallel
 from splittune.split import BatchSplit
 from splittune.units import GIB, MIB
+from tests.hardware.fake_cuda import FakeCard, FakeCuda
 
 CUDA = [torch.device("cuda", index) for index in range(4)]
-
-
-@dataclass
-class FakeCard:
-    """One card: what the driver and torch's allocator hold of it, in bytes."""
-
-    name: str = "NVIDIA GeForce RTX 3090"
-    total: int = 24 * GIB
-    reserved: int = 0
-    peak_reserved: int = 0
-    peak_allocated: int = 0
-    outside: int = 0
-    fraction: float = 1.0
-
-    @property
-    def used(self) -> int:
-        return self.reserved + self.outside
-
-
-class FakeCuda:
-    """The functions of torch.cuda that CudaHardware calls, and a log of those that act."""
-
-    def __init__(self, cards: list[FakeCard], current: int = 0) -> None:
-        self.cards = cards
-        self.current = current
-        self.log: list[tuple[str, int | None]] = []
-        self.uuids = True
-        self.buses = True
-
-    def is_available(self) -> bool:
-        return bool(self.cards)
-
-    def device_count(self) -> int:
-        return len(self.cards)
-
-    def current_device(self) -> int:
-        return self.current
-
-    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
-        card = self.cards[device.index]
-        properties = SimpleNamespace(name=card.name, total_memory=card.total)
-        if self.uuids:
-            properties.uuid = f"0000000{device.index}-1111-2222-3333-444444444444"
-        if self.buses:
-            properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id = 0, 0x3A + device.index, 0
-        return properties
-
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        card = self.cards[device.index]
-        return card.total - card.used, card.total
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return self.cards[device.index].reserved
-
-    def max_memory_allocated(self, device: torch.device) -> int:
-        return self.cards[device.index].peak_allocated
-
-    def max_memory_reserved(self, device: torch.device) -> int:
-        return self.cards[device.index].peak_reserved
-
-    def get_per_process_memory_fraction(self, device: torch.device) -> float:
-        return self.cards[device.index].fraction
-
-    def reset_peak_memory_stats(self, device: torch.device) -> None:
-        self.log.append(("reset", device.index))
-
-    def synchronize(self, device: torch.device) -> None:
-        self.log.append(("synchronize", device.index))
-
-    def empty_cache(self) -> None:
-        self.log.append(("empty_cache", None))
 
 
 class FakeNvml:
@@ -120,9 +48,7 @@ def install(monkeypatch):
 
     def installed(*cards: FakeCard, current: int = 0) -> FakeCuda:
         fake = FakeCuda(list(cards), current)
-        for name in vars(FakeCuda):
-            if not name.startswith("_"):
-                monkeypatch.setattr(torch.cuda, name, getattr(fake, name), raising=False)
+        fake.install(monkeypatch)
         return fake
 
     return installed
@@ -152,7 +78,7 @@ def test_it_is_a_hardware(install):
     assert wanted <= set(dir(hardware))
     assert hardware.is_modelled is False
     assert hardware.spec is None
-    assert hardware.busy_s() is None
+    assert hardware.busy_s() is None, "nothing is counted outside metered"
 
 
 def test_devices_are_described_in_the_order_given(install):
@@ -300,9 +226,7 @@ def test_headroom_is_the_smaller_of_cap_and_device(fraction, outside, peak):
     card = FakeCard(peak_reserved=peak, outside=outside, fraction=fraction)
     with pytest.MonkeyPatch.context() as monkeypatch:
         cuda = FakeCuda([card])
-        for name in vars(FakeCuda):
-            if not name.startswith("_"):
-                monkeypatch.setattr(torch.cuda, name, getattr(cuda, name), raising=False)
+        cuda.install(monkeypatch)
         nvml = FakeNvml(cuda)
         nvml.reserve = 0
         memory = CudaHardware(CUDA[:1], nvml=nvml).memory()[0]
@@ -403,12 +327,53 @@ def test_recovery_frees_what_hangs_in_cycles(install):
     assert watch() is None
 
 
-def test_metering_leaves_cuda_alone(install):
-    """Real devices always count: the context turns nothing on, and yields nothing."""
+def test_a_thorough_recovery_frees_workspaces_too(install, monkeypatch):
+    """Thoroughly means cuBLAS's workspaces as well, before the cache is emptied; a torch that cannot is no error."""
     cuda = install(FakeCard())
-    with CudaHardware(CUDA[:1]).metered() as value:
+    hardware = CudaHardware(CUDA[:1])
+    monkeypatch.setattr(gc, "collect", lambda: cuda.log.append(("collect", None)))
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: cuda.log.append(("workspaces", None)), raising=False
+    )
+    hardware.recover(thoroughly=True)
+    assert [name for name, _ in cuda.log] == [
+        "collect", "synchronize", "workspaces", "collect", "empty_cache", "reset",
+    ]  # fmt: skip
+    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces")
+    hardware.recover(thoroughly=True)
+    assert cuda.log[-1] == ("reset", 0)
+
+
+def test_allocations_and_retries_are_told_device_by_device(install):
+    """What tensors hold, and how often the allocator tried again, in the order of the job's devices."""
+    install(FakeCard(allocated=3, alloc_retries=1), FakeCard(allocated=5, alloc_retries=0))
+    hardware = CudaHardware([CUDA[1], CUDA[0]])
+    assert hardware.allocated_bytes() == (5, 3)
+    assert hardware.num_alloc_retries() == (0, 1)
+
+
+def test_a_device_without_a_context_has_had_no_retries(install, monkeypatch):
+    """Before CUDA begins torch's statistics are empty."""
+    install(FakeCard())
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    assert CudaHardware(CUDA[:1]).num_alloc_retries() == (0,)
+
+
+def test_metering_counts_how_long_devices_work(install):
+    """Inside the context the wrapper reports its replicas; it asks nothing of CUDA by itself, and yields nothing."""
+    cuda = install(FakeCard(), FakeCard())
+    hardware = CudaHardware(CUDA[:2])
+    wrapped = hardware.wrap(Traveller(), even(2))
+    with hardware.metered() as value:
         assert value is None
-    assert cuda.log == []
+        assert cuda.log == []
+        assert hardware.busy_s() == (0.0, 0.0)
+        assert cuda.log == [("synchronize", 0), ("synchronize", 1)], "events are read once they have happened"
+        wrapped.gauge.begin(1, wrapped.module)
+        cuda.now_ms[1] += 250
+        wrapped.gauge.end(1, None)
+        assert hardware.busy_s() == (0.0, 0.25)
+    assert hardware.busy_s() is None
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
@@ -488,3 +453,55 @@ def test_an_optimizer_without_state_is_left_alone(install):
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
     CudaHardware(CUDA[:1]).prepare_optimizer(optimizer)
     assert len(optimizer.state) == 0
+
+
+INSTANCE = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+
+
+@pytest.mark.parametrize("name", [INSTANCE, "NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", "NVIDIA A30 MIG 1g.6gb+me"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_split_over_a_mig_instance_is_refused(install, name, place):
+    """Several devices of which one is a MIG instance are refused: what was named, why, and what to do."""
+    names = ["NVIDIA A30", "NVIDIA A30"]
+    names[place] = name
+    install(*(FakeCard(name=name) for name in names))
+    with pytest.raises(DeviceError) as caught:
+        CudaHardware(CUDA[:2])
+    assert f"the job names 2 devices, and CUDA shows {', '.join(names)}: expected one" in str(caught.value)
+    assert "instances cannot copy to one another" in str(caught.value)
+    assert 'devices=["cuda:0"]' in str(caught.value)
+    assert "nvidia-smi -mig 0" in str(caught.value)
+
+
+def test_a_second_mig_instance_that_cuda_does_not_show_is_explained(install):
+    """CUDA shows one instance only: naming a second is answered with that, not with what is visible."""
+    install(FakeCard(name=INSTANCE))
+    with pytest.raises(DeviceError, match="CUDA shows a process one instance only"):
+        CudaHardware(CUDA[:2])
+    with pytest.raises(DeviceError, match=r"'cuda:1', which is not there"):
+        CudaHardware(CUDA[1:2])
+
+
+def test_a_single_mig_instance_is_a_device(install):
+    """One instance alone is a card like any other, and so are whole cards whose names merely resemble an instance's."""
+    install(FakeCard(name=INSTANCE))
+    assert CudaHardware(CUDA[:1]).devices[0].name == INSTANCE
+    install(FakeCard(name="MIG Welder 3000"), FakeCard(name="AMIG 1g.5gb"))
+    assert len(CudaHardware(CUDA[:2]).devices) == 2
+
+
+def test_amds_devices_are_read_by_torch_alone(install, monkeypatch, caplog):
+    """On AMD's devices NVML is never asked, torch's own figures go, and it is said once."""
+    cuda = install(FakeCard(outside=3 * GIB))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    nvml = FakeNvml(cuda)
+    with caplog.at_level(logging.INFO, logger="splittune"):
+        hardware = CudaHardware(CUDA[:1], nvml=nvml)
+        readings = [hardware.memory()[0] for _ in range(2)]
+    assert [memory.outside_bytes for memory in readings] == [3 * GIB] * 2
+    assert hardware.conditions() is None
+    assert hardware.processes() is None
+    assert nvml.questions == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "NVML knows no AMD devices: torch.cuda.mem_get_info tells what other programs hold."
+    ]

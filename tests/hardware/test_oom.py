@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._utils import ExceptionWrapper
 
-from splittune.hardware.oom import is_out_of_memory
+from splittune.hardware.oom import is_out_of_memory, is_sticky
 
 OOM_TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.69 GiB"
 
@@ -24,6 +24,7 @@ MESSAGES = {
     "cuSOLVER": "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
     "cuDNN workspace": "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a "
     "non-contiguous input.",
+    "cuDNN, every algorithm tried": "Unable to find a valid cuDNN algorithm to run convolution",
     "cuDNN allocation": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN 9 allocation": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "cuFFT": "cuFFT error: CUFFT_ALLOC_FAILED",
@@ -31,6 +32,10 @@ MESSAGES = {
     "NCCL": "NCCL Error 1: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
     "MIG": 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1154, please report a '
     "bug to PyTorch. ",
+    "MIG, connecting": "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
+    '"../c10/cuda/CUDACachingAllocator.cpp":963, please report a bug to PyTorch. ',
+    "MIG, by bus": "NVML_SUCCESS == DriverAPI::get()->nvmlDeviceGetHandleByPciBusId_v2_( pci_id, &nvml_device) INTERNAL "
+    'ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1139, please report a bug to PyTorch. ',
     "host": "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
     "allocate 70368744177664 bytes. Error code 12 (Cannot allocate memory)",
     "host, Windows": "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to "
@@ -51,6 +56,10 @@ NEAR_MISSES = {
     "device-side assert": "CUDA error: device-side assert triggered",
     "illegal access": "CUDA error: an illegal memory access was encountered",
     "shared memory of a kernel": "out of resource: shared memory, Required: 131072, Hardware limit: 101376",
+    "another assert": 'success INTERNAL ASSERT FAILED at "../aten/src/ATen/native/cuda/Foo.cpp":1, please report a bug.',
+    "cuDNN that is not there": "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    "a call cuBLAS refuses": "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`",
+    "launch": "CUDA error: too many resources requested for launch",
     "bounds": "index 5 is out of bounds for dimension 0 with size 5",
     "nothing": "",
 }
@@ -127,7 +136,16 @@ def test_a_near_miss_does_not_count(message):
 @given(st.text())
 def test_free_text_without_a_spelling_never_counts(text):
     """No text counts unless one of the known names is in it."""
-    known = ("out of memory", "ALLOC", "NOT_SUPPORTED", "CUFFT", "NVML_SUCCESS", "DefaultCPUAllocator", "bad_alloc")
+    known = (
+        "out of memory",
+        "ALLOC",
+        "NOT_SUPPORTED",
+        "CUFFT",
+        "NVML_SUCCESS",
+        "DefaultCPUAllocator",
+        "bad_alloc",
+        "cuDNN",
+    )
     if not any(name in text for name in known):
         assert not is_out_of_memory(RuntimeError(text))
 
@@ -272,6 +290,148 @@ def test_judging_leaves_the_exception_alone():
     assert error.__traceback__ is None
 
 
+# From here on: errors after which the process can use its devices no more.
+
+STICKY = {
+    "illegal address": "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously "
+    "reported at some other API call",
+    "assert": "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side "
+    "assertions.",
+    "launch failure": "CUDA error: unspecified launch failure",
+    "launch timeout": "CUDA error: the launch timed out and was terminated",
+    "illegal instruction": "CUDA error: an illegal instruction was encountered",
+    "misaligned address": "CUDA error: misaligned address",
+    "program counter": "CUDA error: invalid program counter",
+    "hardware stack": "CUDA error: hardware stack error",
+    "address space": "CUDA error: operation not supported on global/shared address space",
+    "ECC": "CUDA error: uncorrectable ECC error encountered",
+    "NVLink": "CUDA error: uncorrectable NVLink error detected during the execution",
+    "contained": "CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error",
+    "ROCm": "HIP error: an illegal memory access was encountered",
+    "driver": "CUDA driver error: an illegal memory access was encountered",
+    "triton": "Triton Error [CUDA]: misaligned address",
+    "NCCL": "NCCL Error 1: unhandled cuda error\nLast error:\nCuda failure 700 'an illegal memory access was encountered'",
+    "older NCCL": "NCCL Error 1: unhandled cuda error\nCuda failure 'unspecified launch failure'",
+}
+
+NOT_STICKY = NEAR_MISSES | {
+    "out of memory": OOM_TEXT,
+    "out of memory, runtime": "CUDA error: out of memory",
+    "no such device": "CUDA error: invalid device ordinal",
+    "no kernel": "CUDA error: no kernel image is available for execution on the device",
+    "too large a grid": "CUDA error: invalid configuration argument",
+    "too many resources": "CUDA error: too many resources requested for launch",
+    "too many peers": "CUDA error: peer access is already enabled",
+    "unknown": "CUDA error: unknown error",
+    "a library's": "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
+    "prose": "a device-side assert triggered by the test would be an illegal memory access",
+    "host": "Assertion failed: misaligned address",
+    "hint alone": "CUDA error: invalid argument\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
+}
+del NOT_STICKY["device-side assert"], NOT_STICKY["illegal access"]  # sticky, and no matter of memory
+
+
+def assert_on_the_device():
+    raise RuntimeError(STICKY["assert"])
+
+
+def stumble_over_the_assert():
+    """Fails in a handler with a bug of its own, after the devices are lost."""
+    try:
+        assert_on_the_device()
+    except RuntimeError:
+        raise StepError("no checkpoint")  # noqa: B904 - the missing `from` is what is tested
+
+
+@pytest.mark.parametrize("message", STICKY.values(), ids=STICKY.keys())
+def test_an_error_that_leaves_the_devices_unusable_is_sticky(message):
+    """Each of CUDA's errors that outlive their call is sticky, whoever reports it, and none is a lack of memory."""
+    assert is_sticky(RuntimeError(message))
+    assert not is_out_of_memory(RuntimeError(message))
+
+
+@pytest.mark.parametrize("message", NOT_STICKY.values(), ids=NOT_STICKY.keys())
+def test_an_error_after_which_the_devices_work_is_not_sticky(message):
+    """A failed allocation, a refused call or mere prose leaves the process as it was."""
+    assert not is_sticky(RuntimeError(message))
+
+
+@pytest.mark.parametrize("message", [*MESSAGES.values(), ""], ids=[*MESSAGES.keys(), "nothing"])
+def test_no_lack_of_memory_is_sticky(message):
+    """However it is spelled, running out of memory leaves the process usable."""
+    assert not is_sticky(RuntimeError(message))
+    assert not is_sticky(torch.OutOfMemoryError(message))
+
+
+@pytest.mark.parametrize("error_type", [ValueError, KeyError, OSError, StepError])
+def test_the_words_of_a_sticky_error_in_another_exception_do_not_count(error_type):
+    """Text is judged in RuntimeErrors only, as for memory; torch.AcceleratorError is one."""
+    assert not is_sticky(error_type(STICKY["assert"]))
+
+
+def test_a_replicas_sticky_error_is_sticky():
+    """A replica's error arrives as text, a whole traceback, and counts as it does at first hand."""
+    assert is_sticky(through_a_replica(assert_on_the_device))
+
+
+def test_a_replicas_traceback_is_sticky_by_what_was_handled_in_it_too():
+    """A RuntimeError raised in a replica while a sticky one was handled tells of it in its text."""
+
+    def fail():
+        try:
+            assert_on_the_device()
+        except RuntimeError:
+            raise RuntimeError("no checkpoint")  # noqa: B904 - the missing `from` is what is tested
+
+    assert is_sticky(through_a_replica(fail))
+
+
+def test_source_lines_in_a_replicas_traceback_are_not_sticky():
+    """A line of source that quotes a sticky error is no message."""
+
+    def fail():
+        raise RuntimeError("shapes differ")  # CUDA error: device-side assert triggered
+
+    error = through_a_replica(fail)
+    assert "device-side assert" in str(error), "the traceback shows the source line"
+    assert not is_sticky(error)
+
+
+def test_what_came_of_a_sticky_error_is_sticky():
+    """The state of the process counts: an error raised from a sticky one, or while it was handled, changes nothing."""
+    cause = raised_by(assert_on_the_device)
+    error = StepError("step 7")
+    error.__cause__ = cause
+    assert is_sticky(error)
+    assert is_sticky(raised_by(stumble_over_the_assert))
+    disowned = StepError("gave up")
+    disowned.__context__, disowned.__suppress_context__ = cause, True
+    assert is_sticky(disowned)
+
+
+def test_an_oom_after_a_sticky_error_is_both():
+    """An out-of-memory error met while the devices were lost already does not make them usable."""
+    error = torch.OutOfMemoryError(OOM_TEXT)
+    error.__context__ = raised_by(assert_on_the_device)
+    assert is_out_of_memory(error)
+    assert is_sticky(error)
+
+
+def test_a_ring_of_causes_is_judged_once():
+    """Causes tied into a ring end, and so does a chain longer than Python's stack."""
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_sticky(first)
+    chain = raised_by(assert_on_the_device)
+    for _ in range(5000):
+        later = StepError("later")
+        later.__cause__ = chain
+        chain = later
+    assert is_sticky(chain)
+    while chain is not None:  # apart, one by one: Python frees a long chain by recursion
+        chain.__cause__, chain = None, chain.__cause__
+
+
 # From here on: exception groups, which Python 3.10 does not have.
 exception_group = getattr(builtins, "ExceptionGroup", None)
 base_exception_group = getattr(builtins, "BaseExceptionGroup", None)
@@ -308,3 +468,11 @@ def test_a_group_that_is_its_members_cause_ends():
     group = exception_group("step", [member])
     member.__cause__ = group
     assert not is_out_of_memory(group)
+
+
+@needs_groups
+def test_a_group_with_one_sticky_member_is_sticky():
+    """One replica's lost device is enough, beside an error of any kind and however deep."""
+    inner = exception_group("replicas", [torch.OutOfMemoryError(OOM_TEXT), RuntimeError(STICKY["assert"])])
+    assert is_sticky(exception_group("step", [ValueError("bad target"), inner]))
+    assert not is_sticky(exception_group("step", [ValueError("bad target"), torch.OutOfMemoryError(OOM_TEXT)]))

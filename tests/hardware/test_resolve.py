@@ -142,3 +142,21 @@ def test_virtual_gpus_need_no_card(cards):
     hardware = resolve_hardware("1xRTX3090:occupied=20GiB,1xRTX4090")
     assert [device.name for device in hardware.devices] == ["RTX3090", "RTX4090"]
     assert hardware.is_modelled
+
+
+@pytest.mark.parametrize("visible", ["MIG-1,MIG-2", "MIG-GPU-1/1/0, MIG-GPU-1/2/0"])
+def test_several_mig_instances_are_not_taken_for_the_first(cards, monkeypatch, visible):
+    """Of several instances in CUDA_VISIBLE_DEVICES CUDA shows one: all visible devices are then refused, not one used."""
+    cards(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(DeviceError, match=r"^CUDA_VISIBLE_DEVICES names 2 MIG instances: expected one"):
+        resolve_hardware(None)
+    assert names(["cuda:0"]) == ["cuda:0"]
+
+
+@pytest.mark.parametrize("visible", ["MIG-1", "GPU-1,GPU-2", "0,1", ""])
+def test_one_mig_instance_or_whole_cards_are_taken(cards, monkeypatch, visible):
+    """A single instance in CUDA_VISIBLE_DEVICES is a job, and so are whole cards by any of their names."""
+    cards(1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert names(None) == ["cuda:0"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn, optim
 
-from splittune.hardware.base import Device, DeviceMemory
+from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
 from splittune.parallel import BalancedDataParallel
 from splittune.split import BatchSplit
 
@@ -31,7 +31,11 @@ def memory(device: int, peak: int, outside: int = OUTSIDE_BYTES) -> DeviceMemory
 
 @dataclass(kw_only=True)
 class FakeHardware:
-    """Two cards. Each phase takes the next of `durations_s`, and reads the next of `peaks`, one number a card."""
+    """Two cards. Each phase takes the next of `durations_s`, and each reading of memory the next of `peaks`.
+
+    What a test's job does to the cards it writes into `allocated`, `alloc_retries`, `others_hold` and `throttled`, one
+    entry a card.
+    """
 
     durations_s: Iterable[float] = field(default_factory=lambda: repeat(1.0))
     peaks: Iterable[tuple[int, int]] = field(default_factory=lambda: repeat((200, 100)))
@@ -41,6 +45,10 @@ class FakeHardware:
     located: int | None = None
     on_recover: Callable[[], None] = lambda: None
     log: list[str] = field(default_factory=list)
+    allocated: list[int] = field(default_factory=lambda: [0, 0])
+    alloc_retries: list[int] = field(default_factory=lambda: [0, 0])
+    others_hold: list[int] = field(default_factory=lambda: [0, 0])
+    throttled: list[tuple[str, ...]] | None = None
 
     spec = None
     devices = tuple(Device(index=index, name="fake", torch_device="cpu", total_bytes=TOTAL_BYTES) for index in range(2))
@@ -87,13 +95,27 @@ class FakeHardware:
     def memory(self) -> tuple[DeviceMemory, ...]:
         self.log.append("memory")
         outside = next(self._outside)
-        return tuple(memory(device, peak, outside) for device, peak in enumerate(next(self._peaks)))
+        peaks = next(self._peaks)
+        return tuple(memory(device, peaks[device], outside + self.others_hold[device]) for device in range(2))
+
+    def allocated_bytes(self) -> tuple[int, ...]:
+        return tuple(self.allocated)
+
+    def num_alloc_retries(self) -> tuple[int, ...]:
+        return tuple(self.alloc_retries)
+
+    def conditions(self) -> tuple[DeviceConditions, ...] | None:
+        if self.throttled is None:
+            return None
+        return tuple(DeviceConditions(throttle_reasons=reasons) for reasons in self.throttled)
 
     def locate(self, error: BaseException) -> int | None:
         return self.located
 
-    def recover(self) -> None:
-        self.log.append("recover" if sys.exc_info()[0] is None else "recover, an exception in flight")
+    def recover(self, *, thoroughly: bool = False) -> None:
+        how = "recover thoroughly" if thoroughly else "recover"
+        self._num_clock_reads = self._num_busy_reads = 0  # a phase that failed was not read a second time
+        self.log.append(how if sys.exc_info()[0] is None else f"{how}, an exception in flight")
         self.on_recover()
 
     def told(self, *names: str) -> list[str]:

@@ -3,134 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from itertools import chain, cycle
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor
 
 from splittune.profiling.measurement import Outcome
-from splittune.profiling.profiler import MAX_ROUNDS, MIN_ROUNDS, NUM_WARM_UPS, NUM_WHOLE_STEPS, Profiler
-from splittune.split import BatchSplit
-from splittune.training import TrainingTask, read_batches
+from splittune.units import MIB
 from tests.profiling.fake_hardware import FakeHardware
+from tests.profiling.job import Job, Model, split
 from tests.training.state import state_of
-
-B = 64
-
-
-class Model(nn.Module):
-    """Counts its samples in a buffer; `on_forward` may fail."""
-
-    def __init__(self, on_forward: Callable[[Tensor], None] = lambda x: None) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-        self.backbone = nn.BatchNorm1d(2)
-        self.on_forward = on_forward
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.on_forward(x)
-        return self.linear(self.backbone(x) if len(x) > 1 else x)
-
-
-class Job:
-    """A task that writes down the size of every micro-step, and 'update' for every update."""
-
-    def __init__(self, hardware: FakeHardware, **options: Any) -> None:
-        self.hardware = hardware
-        self.steps: list[int | str] = []
-        self.model = options.pop("model", None) or Model()
-        self.on_update: Callable[[], None] = options.pop("on_update", lambda: None)
-        demands = options.pop("min_headroom_bytes", 0)
-        job = self
-
-        class Sgd(optim.SGD):
-            def step(self, closure: Any = None) -> None:
-                job.steps.append("update")
-                job.on_update()
-                super().step()
-
-        self.optimizer = Sgd(self.model.parameters(), lr=0.1, momentum=0.9)
-        loader = [(torch.randn(B, 2), torch.randn(B, 1))]
-        self.task = TrainingTask(self.model, loader, loss_fn=self._loss, optimizer=self.optimizer, **options)
-        self.state = state_of(self.model, self.optimizer)
-        self.profiler = Profiler(
-            self.task, hardware, read_batches(loader), self.task.snapshot(), min_headroom_bytes=demands
-        )
-
-    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        self.steps.append(len(output))
-        return nn.functional.mse_loss(output, targets)
-
-
-def split(accumulation_steps: int) -> BatchSplit:
-    return BatchSplit.even(global_batch_size=B, accumulation_steps=accumulation_steps, num_devices=2)
-
-
-# what is run
-
-
-@pytest.mark.parametrize(("accumulation_steps", "num_micro_steps"), [(1, 1), (2, 2), (3, 3), (4, 3), (32, 3), (64, 3)])
-def test_a_trial_costs_no_more_with_many_accumulation_steps(accumulation_steps: int, num_micro_steps: int) -> None:
-    """Warm-ups, then rounds of one to three micro-steps of the largest size and an update, however large k is."""
-    job = Job(FakeHardware())
-    measured = job.profiler.measure(split(accumulation_steps))
-    size = -(-B // accumulation_steps)
-    one_round = [*[size] * num_micro_steps, "update"]
-    assert job.steps == [size, "update"] * NUM_WARM_UPS + one_round * MIN_ROUNDS
-    assert len(measured.micro_step_times_s) == (1 if num_micro_steps == 3 else num_micro_steps) * MIN_ROUNDS
-    assert len(measured.update_times_s) == MIN_ROUNDS
-
-
-def test_a_modelled_clock_is_asked_once() -> None:
-    """A clock that repeats itself exactly needs one warm-up and one round, and one whole step."""
-    job = Job(FakeHardware(is_modelled=True))
-    job.profiler.measure(split(4))
-    assert job.steps == [16, "update", 16, 16, 16, "update"]
-    job.steps.clear()
-    job.profiler.measure_whole_steps(split(3))
-    assert job.steps == [22, "update", 22, 21, 21, "update"]
-
-
-def test_whole_steps_run_every_micro_batch() -> None:
-    """Whole steps run k micro-batches of the sizes that training will have, then the update, each timed as one."""
-    job = Job(FakeHardware(durations_s=[9.0, *range(1, NUM_WHOLE_STEPS + 1)]))
-    measured = job.profiler.measure_whole_steps(split(5))
-    assert split(5).micro_batch_sizes == (13, 13, 13, 13, 12)
-    assert job.steps == [13, "update"] + [13, 13, 13, 13, 12, "update"] * NUM_WHOLE_STEPS
-    assert measured.whole_step_times_s == tuple(range(1, NUM_WHOLE_STEPS + 1))
-    assert measured.step_time_s == 3.0
-
-
-# times
-
-
-def test_the_median_counts() -> None:
-    """One slow micro-step changes nothing; the step's time is k medians and the median update."""
-    one_round = [2.0, 2.0, 2.0, 0.5]
-    hardware = FakeHardware(durations_s=[9.0] * NUM_WARM_UPS + [2.0, 40.0, 2.0, 0.5] + one_round * (MAX_ROUNDS - 1))
-    measured = Job(hardware).profiler.measure(split(8))
-    assert measured.step_time_s == 8 * 2.0 + 0.5
-    assert measured.is_noisy  # one in four
-
-
-def test_rounds_go_on_until_they_settle() -> None:
-    """Rounds are run until the last three agree within 2 %: here the first two were still slow."""
-    rounds = [5.0, 1.0, 3.0, 1.0, 2.0, 1.0, 2.015625, 1.0, 2.03125, 1.0]
-    hardware = FakeHardware(durations_s=chain([9.0] * NUM_WARM_UPS, rounds))
-    measured = Job(hardware).profiler.measure(split(1))
-    assert measured.micro_step_times_s == (5.0, 3.0, 2.0, 2.015625, 2.03125)
-
-
-def test_rounds_end_on_a_clock_that_never_settles() -> None:
-    """After ten rounds it ends, and the measurement says that it is noisy."""
-    hardware = FakeHardware(durations_s=cycle([1.0, 1.0, 3.0, 1.0, 9.0, 1.0]))
-    measured = Job(hardware).profiler.measure(split(1))
-    assert len(measured.micro_step_times_s) == MAX_ROUNDS
-    assert measured.is_noisy
-
 
 # how a trial ends
 
@@ -253,12 +136,276 @@ def test_the_job_is_put_back_even_if_the_devices_do_not_recover() -> None:
     """An error of the devices' own recovery leaves, and the job is as it was all the same."""
 
     def fail() -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
+        raise RuntimeError("CUDA error: unknown error")
 
     job = Job(FakeHardware(on_recover=fail))
-    with pytest.raises(RuntimeError, match="device-side assert"):
+    with pytest.raises(RuntimeError, match="unknown error"):
         job.profiler.measure(split(2))
     assert state_of(job.model, job.optimizer) == job.state
+
+
+# what is left behind
+
+
+def test_memory_that_stays_is_recovered_once_more() -> None:
+    """What the first recovery leaves is recovered thoroughly; if that frees it, nothing is said."""
+    hardware = FakeHardware()
+
+    def hold() -> None:
+        hardware.allocated[1] = 20 * MIB
+
+    def free() -> None:
+        if hardware.log[-1] == "recover thoroughly":
+            hardware.allocated[1] = 0
+
+    hardware.on_recover = free
+    measured = Job(hardware, on_update=hold).profiler.measure(split(2))
+    assert hardware.told("recover", "recover thoroughly") == ["recover", "recover thoroughly"]
+    assert measured.notes == ()
+
+
+def test_memory_that_stays_for_good_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """What not even that frees is named with device, bytes and holder, once; what is added later is told again."""
+    hardware = FakeHardware()
+    model = Model()
+    job = Job(hardware, model=model)
+    kept: list[Tensor] = []
+
+    def hold() -> None:
+        if not kept:
+            kept.append(torch.zeros(5 * MIB))
+        hardware.allocated[1] = kept[0].nbytes
+
+    job.on_update = hold
+    first, second = (job.profiler.measure(split(2)).notes for _ in range(2))
+    assert first == ("20.0 MiB more than before the first trial stay allocated on device 1.",)
+    assert second == ()
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith(first[0])
+    assert "(5242880,) of torch.float32, 20.0 MiB, held by a list in " in warning
+    hardware.allocated[0] = 17 * MIB
+    assert job.profiler.measure(split(2)).notes == (
+        "17.0 MiB more than before the first trial stay allocated on device 0.",
+    )
+
+
+def test_a_little_that_stays_is_not_told() -> None:
+    """Up to 16 MiB, or 1 % of what was held before, is torch's own: no second recovery, no note."""
+    hardware = FakeHardware(allocated=[10_000 * MIB, 0])
+
+    def hold() -> None:
+        hardware.allocated[:] = [10_100 * MIB, 16 * MIB]
+
+    assert Job(hardware, on_update=hold).profiler.measure(split(2)).notes == ()
+    assert hardware.told("recover thoroughly") == []
+
+
+# other programs, heat
+
+
+def disturbed(hardware: FakeHardware, amounts: list[int], *, settle: bool = True) -> tuple[Job, list[int]]:
+    """A job with a trial behind it, in each of whose trials from then on others take the next of `amounts` on device 1."""
+    job = Job(hardware)
+    if settle:
+        job.profiler.measure(split(2))
+    left = iter(amounts)
+    num_trials = [0]
+    wrap = hardware.wrap
+
+    def wrap_and_take(*args: Any, **options: Any) -> Any:
+        num_trials[0] += 1
+        hardware.others_hold[1] += next(left, 0)
+        return wrap(*args, **options)
+
+    hardware.wrap = wrap_and_take  # type: ignore[method-assign]
+    return job, num_trials
+
+
+@pytest.mark.parametrize(
+    ("amount", "change"),
+    [(2048 * MIB, "other programs took 2.00 GiB"), (-2048 * MIB, "other programs gave back 2.00 GiB")],
+)
+def test_a_trial_that_another_program_disturbs_is_measured_again(
+    amount: int, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory that others take or give back during a trial: it is run once more, that one counts, and both are told."""
+    hardware = FakeHardware(others_hold=[0, 4096 * MIB])
+    job, num_trials = disturbed(hardware, [amount])
+    measured = job.profiler.measure(split(2))
+    assert num_trials == [2]
+    assert measured.notes == (f"Measured again: {change} on device 1 during the trial.",)
+    assert measured.memory[1].outside_bytes == 100 + 4096 * MIB + amount
+    assert change[1:] in caplog.text
+    caplog.clear()
+    assert job.profiler.measure(split(2)).notes == ()
+
+
+def test_a_trial_is_measured_again_once_only() -> None:
+    """Where the second run is disturbed as well it counts all the same, and its notes say both."""
+    job, num_trials = disturbed(FakeHardware(), [1024 * MIB, 2048 * MIB])
+    measured = job.profiler.measure(split(2))
+    assert num_trials == [2]
+    assert measured.notes == (
+        "Measured again: other programs took 1.00 GiB on device 1 during the trial.",
+        "Other programs took 2.00 GiB on device 1 during the trial.",
+    )
+
+
+def test_running_out_of_memory_beside_another_program_is_tried_again() -> None:
+    """A trial that failed while others took memory may fit once they are done: it is run once more."""
+    hardware = FakeHardware()
+    job, num_trials = disturbed(hardware, [1024 * MIB])
+
+    def fail_at_first() -> None:
+        if num_trials == [1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    job.on_update = fail_at_first
+    measured = job.profiler.measure(split(2))
+    assert measured.outcome is not Outcome.OUT_OF_MEMORY
+    assert measured.update_times_s
+    assert num_trials == [2]
+
+
+def test_our_own_context_is_not_another_program() -> None:
+    """Until a trial has run through, what grows outside our allocator is the CUDA context: nothing is repeated."""
+    job, num_trials = disturbed(FakeHardware(), [500 * MIB, 300 * MIB], settle=False)
+    assert job.profiler.measure(split(2)).notes == ()
+    assert num_trials == [1]
+    assert job.profiler.measure(split(2)).notes != ()
+
+
+def test_small_changes_outside_are_nobodys_business() -> None:
+    """Up to 128 MiB more or less is not told."""
+    job, num_trials = disturbed(FakeHardware(others_hold=[0, 300 * MIB]), [128 * MIB, -128 * MIB])
+    assert job.profiler.measure(split(2)).notes == job.profiler.measure(split(2)).notes == ()
+    assert num_trials == [2]
+
+
+def test_changes_between_trials_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """What others took since the trial before is noted and logged; this trial is sound and is not repeated."""
+    hardware = FakeHardware()
+    job, num_trials = disturbed(hardware, [])
+    hardware.others_hold[0] = 1024 * MIB
+    measured = job.profiler.measure(split(2))
+    assert measured.notes == ("Other programs took 1.00 GiB on device 0 since the trial before.",)
+    assert num_trials == [1]
+    assert "Trials measured earlier had other memory to work with." in caplog.text
+
+
+def test_what_was_told_before_a_trial_stays_with_its_repeat() -> None:
+    """A change since the trial before and one during this trial are both in the notes of the second run."""
+    hardware = FakeHardware()
+    job, _ = disturbed(hardware, [1024 * MIB])
+    hardware.others_hold[0] = 2048 * MIB
+    assert job.profiler.measure(split(2)).notes == (
+        "Other programs took 2.00 GiB on device 0 since the trial before.",
+        "Measured again: other programs took 1.00 GiB on device 1 during the trial.",
+    )
+
+
+def test_a_split_on_the_edge_is_told() -> None:
+    """An allocator that tries again during the timed steps is counted and noted, and the trial stands."""
+    hardware = FakeHardware()
+
+    def try_again() -> None:
+        hardware.alloc_retries[1] += 1
+
+    measured = Job(hardware, on_update=try_again).profiler.measure(split(2))
+    assert measured.outcome is Outcome.OK
+    assert measured.num_alloc_retries == len(measured.update_times_s) == 3
+    assert measured.is_on_the_edge
+    assert measured.notes == (
+        "Allocators handed their cache back 3 times in the timed steps: this split only just fits.",
+    )
+
+
+def test_a_throttled_trial_is_marked_and_measured_again() -> None:
+    """A device that was slowed down at the end of the timed steps: the trial is run once more, and says so."""
+    hardware = FakeHardware(throttled=[(), ("hardware thermal slowdown",)])
+    job, num_trials = disturbed(hardware, [])
+    note = "Device 1 was throttled: hardware thermal slowdown."
+    measured = job.profiler.measure(split(2))
+    assert num_trials == [2]
+    assert measured.notes == (f"Measured again: {note[0].lower()}{note[1:]}", note)
+
+
+def test_a_power_cap_is_marked_only() -> None:
+    """A card at its power cap will be there in training too: it is noted, and measuring again would not help."""
+    hardware = FakeHardware(throttled=[("power cap",), ()])
+    job, num_trials = disturbed(hardware, [], settle=False)
+    assert job.profiler.measure(split(2)).notes == ("Device 0 was throttled: power cap.",)
+    assert num_trials == [1]
+
+
+def test_modelled_devices_are_not_watched() -> None:
+    """On virtual devices a trial is run once, recovered once, and asks for nothing more."""
+    hardware = FakeHardware(is_modelled=True, throttled=[("hardware slowdown",), ()])
+    job, num_trials = disturbed(hardware, [1024 * MIB], settle=False)
+
+    def hold() -> None:
+        hardware.allocated[:] = [1024 * MIB, 0]
+
+    job.on_update = hold
+    assert job.profiler.measure(split(2)).notes == ()
+    assert num_trials == [1]
+    assert hardware.told("recover", "recover thoroughly") == ["recover"]
+
+
+# devices that cannot be used any more
+
+
+def unusable() -> RuntimeError:
+    return RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize("place", ["update", "recovery"])
+def test_after_a_sticky_error_the_devices_are_left_alone(place: str) -> None:
+    """It leaves as the object that was raised, with a note; the job is put back, and no recovery follows it."""
+    error = unusable()
+
+    def fail() -> None:
+        raise error
+
+    hardware = FakeHardware(**({"on_recover": fail} if place == "recovery" else {}))
+    job = Job(hardware, **({"on_update": fail} if place == "update" else {}))
+    with pytest.raises(RuntimeError) as caught:
+        job.profiler.measure(split(2))
+    assert caught.value is error
+    assert hardware.told("recover", "recover thoroughly") == (["recover"] if place == "recovery" else [])
+    assert state_of(job.model, job.optimizer) == job.state
+    assert str(error) == "CUDA error: device-side assert triggered"
+    if hasattr(error, "__notes__"):  # from Python 3.11 on
+        (note,) = error.__notes__
+        assert "Start a new process; trials that were finished are in the storage" in note
+
+
+def test_a_sticky_error_is_not_hidden_by_what_it_makes_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Putting the job back fails on such devices: the first error is what leaves."""
+    error = unusable()
+
+    def fail() -> None:
+        raise error
+
+    job = Job(FakeHardware(), on_update=fail)
+
+    def fail_again() -> None:
+        raise unusable()
+
+    monkeypatch.setattr(job.profiler._snapshot, "restore", fail_again)
+    with pytest.raises(RuntimeError) as caught:
+        job.profiler.measure(split(2))
+    assert caught.value is error
+
+
+def test_out_of_memory_on_the_way_to_a_sticky_error_is_no_outcome() -> None:
+    """An error that is both, a kernel's failure while memory ran out, ends the search: the process has lost its devices."""
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory") from unusable()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Job(FakeHardware(), on_update=fail).profiler.measure(split(2))
 
 
 @pytest.mark.parametrize(("model_trains", "backbone_trains"), [(True, True), (True, False), (False, True)])

@@ -40,15 +40,15 @@ def test_whole_steps_are_kept_apart() -> None:
 
 
 def test_peaks_start_anew_with_each_phase() -> None:
-    """Before a phase the peaks are reset, after it they are read."""
+    """Before a phase the peaks are reset, after it they are read; before a micro-step also, at rest."""
     hardware = FakeHardware()
     record(hardware, "micro_step", "update")
-    assert hardware.log == ["reset_peaks", "micro_step", "memory", "reset_peaks", "update", "memory"]
+    assert hardware.log == ["reset_peaks", "memory", "micro_step", "memory", "reset_peaks", "update", "memory"]
 
 
 def test_the_trials_peak_is_the_largest_of_all_phases() -> None:
     """A device's peak is its largest in any phase, warm-up included, and so is what others held."""
-    hardware = FakeHardware(peaks=[(300, 50), (100, 80), (150, 60)], outside=[100, 120, 110])
+    hardware = FakeHardware(peaks=[(300, 50), (10, 10), (100, 80), (150, 60)], outside=[100, 100, 120, 110])
     first, second = record(hardware, "warm_up", "micro_step", "update").measurement(SPLIT).memory
     assert (first.device, first.peak_allocated_bytes, first.peak_reserved_bytes) == (0, 300, 310)
     assert (second.device, second.peak_allocated_bytes, second.peak_reserved_bytes) == (1, 80, 90)
@@ -56,17 +56,21 @@ def test_the_trials_peak_is_the_largest_of_all_phases() -> None:
 
 
 def test_the_phases_own_peaks_are_told() -> None:
-    """The peak of the micro-steps and that of the updates are given besides, each over its own phases only."""
-    hardware = FakeHardware(peaks=[(300, 50), (100, 80), (170, 70), (150, 60)])
-    memory = record(hardware, "warm_up", "micro_step", "micro_step", "update").measurement(SPLIT).memory
+    """The peaks of micro-steps, updates, a single step, and at rest are given besides, each over its own phases only."""
+    peaks = [(300, 50), (90, 40), (20, 10), (100, 80), (30, 10), (170, 70), (150, 60)]
+    phases = ["warm_up", "single_step", "micro_step", "micro_step", "update"]
+    memory = record(FakeHardware(peaks=peaks), *phases).measurement(SPLIT).memory
     assert [device.micro_step_peak_bytes for device in memory] == [170, 80]
     assert [device.update_peak_bytes for device in memory] == [150, 60]
+    assert [device.single_step_peak_bytes for device in memory] == [90, 40]
+    assert [device.resting_bytes for device in memory] == [30, 10]
 
 
 def test_whole_steps_tell_no_phases_peaks() -> None:
     """In whole steps the phases were not seen apart: their own peaks are not known."""
     memory = record(FakeHardware(), "warm_up", "whole_step").measurement(SPLIT).memory
     assert all(device.micro_step_peak_bytes is None and device.update_peak_bytes is None for device in memory)
+    assert all(device.single_step_peak_bytes is None and device.resting_bytes is None for device in memory)
 
 
 def test_busy_time_is_the_median_micro_steps() -> None:
@@ -80,6 +84,32 @@ def test_busy_time_is_the_median_micro_steps() -> None:
 def test_busy_time_may_be_unknown() -> None:
     """Hardware that cannot tell leaves it None."""
     assert record(FakeHardware(), "micro_step", "update").measurement(SPLIT).device_busy_s is None
+
+
+def test_busy_time_that_no_replica_spent_is_unknown() -> None:
+    """Where in a micro-step no device worked, the job went past what counts: such micro-steps tell nothing."""
+    hardware = FakeHardware(busy=[(0.0, 0.0), (0.0, 0.0), (2.0, 0.0), (0.0, 0.0)])
+    assert record(hardware, *["micro_step"] * 2, "update").measurement(SPLIT).device_busy_s is None
+    hardware = FakeHardware(busy=[(0.0, 0.0), (2.0, 0.0), (1.0, 1.0)])
+    assert record(hardware, *["micro_step"] * 2, "update").measurement(SPLIT).device_busy_s == (2.0, 0.0)
+
+
+def test_retries_of_the_timed_phases_are_counted() -> None:
+    """An allocator's retries count, over all cards, where they cost measured time; the warm-up's do not."""
+    hardware = FakeHardware(alloc_retries=[7, 0])
+    recorder = Recorder(hardware)
+    for name, retries in (("warm_up", 5), ("single_step", 3), ("micro_step", 1), ("micro_step", 0), ("update", 2)):
+        with recorder.phase(name):  # type: ignore[arg-type]
+            hardware.alloc_retries[retries % 2] += retries
+    assert recorder.measurement(SPLIT).num_alloc_retries == 3
+    assert recorder.measurement(SPLIT).is_on_the_edge
+
+
+def test_notes_go_with_the_measurement() -> None:
+    """What was noted during a trial is kept, in order."""
+    recorder = record(FakeHardware(), "micro_step", "update")
+    recorder.notes += ["First.", "Second."]
+    assert recorder.measurement(SPLIT).notes == ("First.", "Second.")
 
 
 def test_a_phase_that_fails_is_no_sample() -> None:

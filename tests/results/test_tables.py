@@ -100,11 +100,14 @@ def test_one_row_a_trial_with_what_was_measured() -> None:
         "num_micro_steps_timed": 3,
         "num_updates_timed": 1,
         "num_whole_steps_timed": 0,
+        "relative_error": RAN.measurement.relative_error,
         "is_noisy": True,
         "is_modelled": True,
         "least_headroom_bytes": int(1.5 * GIB),
         "least_headroom_device": 1,
+        "num_alloc_retries": 0,
         "reason": "first guess",
+        "notes": "",
         "message": "",
     }
 
@@ -118,7 +121,9 @@ def test_absent_is_an_empty_cell(tmp_path: Path) -> None:
         "step_time_s",
         "micro_step_time_s",
         "update_time_s",
+        "relative_error",
         "is_noisy",
+        "notes",
         "is_modelled",
         "least_headroom_bytes",
         "least_headroom_device",
@@ -148,7 +153,8 @@ def test_one_row_a_trial_and_device() -> None:
     frame = devices_table(TRIALS, devices=DEVICES)
     assert len(frame) == 3 * 4
     row = frame.iloc[1].to_dict()
-    assert pd.isna(row.pop("update_peak_bytes"))
+    for name in ("update_peak_bytes", "single_step_peak_bytes", "resting_bytes"):
+        assert pd.isna(row.pop(name))
     assert row == {
         "trial": 0,
         "device": 1,

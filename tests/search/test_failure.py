@@ -36,12 +36,14 @@ def test_the_message_of_an_out_of_memory_error_is_passed_on() -> None:
         find_best_split(problem.space(), measure)
 
 
-def test_a_budget_that_ended_too_early_is_told_apart() -> None:
+@pytest.mark.parametrize("sampler", ["guided", "random"])
+def test_a_budget_that_ended_too_early_is_told_apart(sampler: str) -> None:
     """When the trials ran out before anything fitted, the error says so and asks for more."""
-    problem = Problem(B=256, num_devices=2, total_mib=100)
-    message = failure_of(problem, max_trials=3)
-    assert "no split that fits was found before 3 trials (max_trials) ran out" in message
-    assert "The smallest tried, 256 = 4 x (32 + 32), lacked 3.03 GiB on device 0" in message
+    problem = Problem(B=256, num_devices=2, total_mib=50)
+    message = failure_of(problem, max_trials=1, sampler=sampler)
+    assert "no split that fits was found before 1 trial (max_trials) ran out: 1 split measured" in message
+    smallest = {"guided": "256 = 128 x (1 + 1), lacked 50.0 MiB", "random": "256 = 1 x (128 + 128), lacked 12.45 GiB"}
+    assert f"The smallest tried, {smallest[sampler]} on device 0" in message
     assert message.endswith("Allow more trials to try smaller ones.")
 
 
@@ -49,7 +51,7 @@ def test_time_that_ended_too_early_is_told_apart() -> None:
     """When the time ran out before anything fitted, the error asks for more time."""
     problem = Problem(B=256, num_devices=2, total_mib=100)
     ticks = iter(range(1000))
-    message = failure_of(problem, timeout_s=5.0, clock=lambda: float(next(ticks)))
+    message = failure_of(problem, timeout_s=5.0, clock=lambda: float(next(ticks)), sampler="random")
     assert "before the time (timeout_s) ran out" in message
     assert message.endswith("Allow more time to try smaller ones.")
 

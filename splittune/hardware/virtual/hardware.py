@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from splittune.errors import DeviceError
-from splittune.hardware.base import Device, DeviceMemory
+from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
 from splittune.hardware.virtual.catalog import GPUS, GpuModel
 from splittune.hardware.virtual.ledger import Ledger
 from splittune.parallel import BalancedDataParallel
@@ -155,6 +155,10 @@ class VirtualHardware:
         ledger.free_dead()
         return tuple(allocator.allocated_bytes for allocator in ledger.allocators)
 
+    def num_alloc_retries(self) -> tuple[int, ...]:
+        """None ever: an allocation that fails with the cache handed back is out of memory, and costs no modelled time."""
+        return (0,) * len(self.gpus)
+
     def reset_peaks(self) -> None:
         ledger = self._metering()
         ledger.free_dead()
@@ -173,13 +177,20 @@ class VirtualHardware:
             for index, allocator in enumerate(self._metering().allocators)
         )
 
+    def conditions(self) -> tuple[DeviceConditions, ...] | None:
+        """None: clocks are modelled as constant, and heat not at all."""
+        return None
+
     def locate(self, error: BaseException) -> int | None:
         """The virtual GPU that an out-of-memory error names."""
         named = re.search(r"Virtual GPU (\d+)", str(error))
         return None if named is None else int(named[1])
 
-    def recover(self) -> None:
-        """Collect garbage and, inside `metered`, hand the free segments back and start the peaks anew."""
+    def recover(self, *, thoroughly: bool = False) -> None:
+        """Collect garbage and, inside `metered`, hand the free segments back and start the peaks anew.
+
+        It is always thorough: there are no libraries that keep anything.
+        """
         # Of a backward pass that failed, torch keeps in this thread what was ready to run, gradients and all, until the
         # next one: an empty one ends that.
         with torch.inference_mode(mode=False), torch.enable_grad():

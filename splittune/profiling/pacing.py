@@ -1,0 +1,131 @@
+"""How much of a split is run: until it is warm, and then until its step time is known well enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.profiling.recorder import TIMED, Recorder
+from splittune.training import TrainingStep
+
+# A real clock is asked until it settles. A modelled one repeats exactly, and once is enough.
+FIRST_WARM_UP_S, WARM_UP_LIMIT_S = 3.0, 5.0
+NUM_SETTLED, SETTLED_RELATIVE_SPREAD = 3, 0.02
+MIN_ROUNDS, MAX_ROUNDS = 3, 20
+MIN_WHOLE_STEPS = 5
+TARGET_RELATIVE_ERROR = 0.02
+TRIAL_BUDGET_S = 60.0
+CLEARLY_SLOWER = 1.3
+
+
+class Pacer:
+    """Runs the phases of one trial after another, and remembers the fastest.
+
+    On a real clock a trial warms up all devices together, in the very steps that are timed afterwards, so that libraries
+    have chosen their kernels for every size, until three steps in a row differ by 2 % at most or 5 s are over; the first
+    trial, whose devices are cold, for 3 s at least. Then it is measured until the median's 95 % confidence is within 2 %:
+    three rounds or five whole steps at least, 20 at most, and no more than three once the budget is spent. A trial whose first round is more than
+    1.3 times slower than the fastest trial so far ends there: it cannot win, and nobody needs its exact figure.
+
+    Args:
+        is_modelled: the clock repeats exactly: one warm-up, one round, nothing cut short.
+        budget_s: seconds of measured steps after which a trial goes on no longer than it must.
+    """
+
+    def __init__(self, *, is_modelled: bool, budget_s: float = TRIAL_BUDGET_S) -> None:
+        self._is_modelled, self._budget_s = is_modelled, budget_s
+        self._is_warm = False
+        self._fastest_s: float | None = None
+
+    def remember(self, measurement: Measurement) -> None:
+        """A trial made of rounds has ended: is it the fastest that could be used?"""
+        step_s = measurement.step_time_s
+        if measurement.outcome is Outcome.OK and step_s is not None:
+            self._fastest_s = step_s if self._fastest_s is None else min(self._fastest_s, step_s)
+
+    def run_rounds(self, step: TrainingStep, recorder: Recorder) -> None:
+        """Micro-steps and updates, timed apart."""
+        # The first micro-step of a step copies the parameters out, the last one brings the gradients home, and those
+        # between are alike: three kinds, so three micro-steps tell the time of any number of them.
+        num_micro_steps = min(step.split.accumulation_steps, 3)
+        with recorder.phase("warm_up"):
+            step.micro_step()
+            step.update()
+        if num_micro_steps > 1:
+            # its peak tells what accumulating costs, before any split with a single step has been tried
+            with recorder.phase("single_step"):
+                step.micro_step()
+            with recorder.phase("warm_up"):
+                step.update()
+        if not self._is_modelled:
+            self._warm_up(step, recorder, [step.split.micro_batch_size] * num_micro_steps)
+        has_ended = False
+        while not has_ended:
+            for number in range(1, num_micro_steps + 1):
+                with recorder.phase("micro_step"):
+                    step.micro_step(last=number == num_micro_steps)
+            with recorder.phase("update"):
+                step.update()
+            num_rounds = len(recorder.times_s["update"])
+            has_ended = self._is_cut_short(step, recorder, num_rounds) or self._is_enough(step, recorder, num_rounds)
+
+    def run_whole_steps(self, step: TrainingStep, recorder: Recorder) -> None:
+        """Complete optimizer steps, every micro-batch included."""
+        if self._is_modelled:
+            with recorder.phase("warm_up"):
+                step.micro_step()
+                step.update()
+        else:
+            # each size that is timed once, where there are several micro-steps at least one before the last
+            *others, final = step.split.micro_batch_sizes
+            self._warm_up(step, recorder, [*sorted(set(others)), final])
+        num_steps = 0
+        while num_steps == 0 or not self._is_enough(step, recorder, num_steps, usual=MIN_WHOLE_STEPS):
+            with recorder.phase("whole_step"):
+                step.whole()
+            num_steps += 1
+
+    def _warm_up(self, step: TrainingStep, recorder: Recorder, sizes: Sequence[int]) -> None:
+        """Optimizer steps of micro-batches of these `sizes`, until they settle."""
+        least_s = 0.0 if self._is_warm else FIRST_WARM_UP_S
+        times_s: list[float] = []
+        while not _is_warm(times_s, least_s):
+            with recorder.phase("warm_up"):
+                for size in sizes[:-1]:
+                    step.micro_step(size, last=False)
+                step.micro_step(sizes[-1])
+                step.update()
+            times_s.append(recorder.times_s["warm_up"][-1])
+        self._is_warm = True
+
+    def _is_enough(self, step: TrainingStep, recorder: Recorder, num_done: int, usual: int = MIN_ROUNDS) -> bool:
+        if self._is_modelled:
+            return True
+        if num_done < MIN_ROUNDS:
+            return False
+        if sum(sum(recorder.times_s[phase]) for phase in TIMED) >= self._budget_s:
+            return True
+        error = recorder.measurement(step.split).relative_error
+        return num_done >= MAX_ROUNDS or (num_done >= usual and error is not None and error <= TARGET_RELATIVE_ERROR)
+
+    def _is_cut_short(self, step: TrainingStep, recorder: Recorder, num_rounds: int) -> bool:
+        if self._is_modelled or num_rounds > 1 or self._fastest_s is None:
+            return False
+        step_s = recorder.measurement(step.split).step_time_s
+        if step_s is None or step_s <= CLEARLY_SLOWER * self._fastest_s:
+            return False
+        recorder.notes.append(
+            f"Cut short after one round: its step takes {step_s / self._fastest_s:.2f} times that of the fastest trial."
+        )
+        return True
+
+
+def _is_warm(times_s: Sequence[float], least_s: float) -> bool:
+    if not times_s:
+        return False
+    spent_s, recent = sum(times_s), times_s[-NUM_SETTLED:]
+    if spent_s >= WARM_UP_LIMIT_S:
+        return True
+    has_settled = len(recent) == NUM_SETTLED and max(recent) - min(recent) <= SETTLED_RELATIVE_SPREAD * median(recent)
+    return spent_s >= least_s and has_settled

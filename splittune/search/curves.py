@@ -1,0 +1,96 @@
+"""One card's time for a share of the micro-batch: a launch floor and a line, bent where the measurements say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+Floats = NDArray[np.float64]
+
+# A knee must explain this much of what a straight line leaves, or there is none.
+KNEE_GAIN = 0.5
+SINGLE_FLOOR = 0.6
+# How far off a curve is believed to be at a share e times as large as any measured, by how many were (of one share alone
+# nobody knows what is floor and what slope), and between two that were.
+DOUBT_BEYOND, DOUBT_BETWEEN = (0.45, 0.12, 0.06), 0.12
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds for a share: ``floor + slope x max(share, knee)``, times what the measured shares deviate from that.
+
+    Between two measured shares the deviation is interpolated, so tiles, algorithm switches and whatever else breaks
+    the form are followed where they were seen. Worked: a floor of 2 ms, a slope of 1 ms and a knee of 4 samples take
+    6 ms for 1 to 4 samples and 10 ms for 8.
+    """
+
+    floor_s: float
+    slope_s: float
+    knee: float
+    shares: Floats
+    deviations: Floats
+    """Logarithms of measured over the form, at `shares`."""
+    ratio: float = 1.0
+    """Of every share it is asked for, so that one curve serves cards of several speeds."""
+
+    def __call__(self, shares: Floats) -> Floats:
+        """Seconds for each share; 0 for a share of 0."""
+        scaled = shares * self.ratio
+        form = self.floor_s + self.slope_s * np.maximum(scaled, self.knee)
+        return np.where(shares > 0, form * np.exp(self.deviation(shares)), 0.0)
+
+    def deviation(self, shares: Floats) -> Floats:
+        """Logarithm of the curve over its form."""
+        return np.asarray(np.interp(np.log1p(shares * self.ratio), np.log1p(self.shares), self.deviations))
+
+    def doubt(self, shares: Floats) -> Floats:
+        """Relative standard deviation away from the measured shares: it grows with the distance in logarithms."""
+        shares = shares * self.ratio
+        nearest = np.abs(np.log1p(shares)[:, None] - np.log1p(self.shares)[None, :]).min(axis=1)
+        beyond = DOUBT_BEYOND[min(len(self.shares), len(DOUBT_BEYOND)) - 1]
+        outside = (shares > self.shares.max()) | (shares < self.shares.min())
+        return np.asarray(np.where(outside, beyond, DOUBT_BETWEEN) * nearest)
+
+
+def fit_curve(shares: Sequence[float] | Floats, times_s: Sequence[float] | Floats, noise: float) -> Curve | None:
+    """The curve through measured (share, seconds) pairs, whose relative noise is given; None without any.
+
+    Coefficients are not negative, and relative errors are squared: small shares count as much as large ones. A single
+    share tells nothing of the floor, which then gets `SINGLE_FLOOR` of its time.
+    """
+    if not len(shares):
+        return None
+    sizes, inverse = np.unique(np.asarray(shares, dtype=float), return_inverse=True)
+    measured = np.exp(np.array([np.log(np.asarray(times_s)[inverse == i]).mean() for i in range(len(sizes))]))
+    if len(sizes) == 1:
+        floor = SINGLE_FLOOR * measured[0]
+        return Curve(floor, (measured[0] - floor) / sizes[0], 0.0, sizes, np.zeros(1))
+    straight = _line(sizes, measured, 0.0)
+    best, knee = straight, 0.0
+    if len(sizes) > 2:
+        for candidate in _knees(sizes):
+            bent = _line(sizes, measured, candidate)
+            allowed = len(sizes) * noise**2
+            if bent[1] < best[1] and bent[1] < KNEE_GAIN * straight[1] and straight[1] > allowed:
+                best, knee = bent, candidate
+    floor, slope = best[0]
+    form = floor + slope * np.maximum(sizes, knee)
+    deviations = np.log(measured / form)
+    # what noise explains is not followed
+    spread = float((deviations**2).mean())
+    deviations *= spread / (spread + noise**2) if spread > 0 else 0.0
+    return Curve(float(floor), float(slope), knee, sizes, deviations)
+
+
+def _knees(sizes: Floats) -> Floats:
+    return np.unique(np.concatenate([sizes[1:-1], np.sqrt(sizes[:-1] * sizes[1:])]))
+
+
+def _line(sizes: Floats, times_s: Floats, knee: float) -> tuple[Floats, float]:
+    matrix = np.column_stack([np.ones_like(sizes), np.maximum(sizes, knee)]) / times_s[:, None]
+    solution, norm = nnls(matrix, np.ones_like(sizes))
+    return np.maximum(solution, [0.0, 1e-15]), float(norm**2)

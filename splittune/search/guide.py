@@ -1,0 +1,343 @@
+"""Which split to measure next: what the models of memory and time make of every split that could still be the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm
+
+from splittune.search.attempt import Attempt
+from splittune.search.balance import balanced_table
+from splittune.search.memory_model import Interval, MemoryModel
+from splittune.search.table import (
+    Floats,
+    SplitTable,
+    can_be_listed,
+    concatenate,
+    even_table,
+    listed_table,
+    open_rows,
+    singles_table,
+)
+from splittune.search.time_model import StepTimes, TimeModel
+from splittune.split import BatchSplit, SplitSpace
+from splittune.units import format_bytes
+
+# Up to this many splits are simply measured, all of them.
+TINY = 12
+# A share may grow this much over the largest measured so far, whatever the memory model promises.
+MAX_GROWTH = 16
+# The even split is measured anew for a baseline with this much fewer accumulation steps.
+BASELINE_GAIN = 0.05
+# Expected gain, relative, below which another trial is not worth its time; and the least in noise.
+LEAST_GAIN, NOISE_SHARE = 0.001, 0.15
+# Up to this many trials doubtful predictions are checked: those that could be off by so many deviations, and then gain.
+NUM_TRIALS_WELL_SPENT, CHECK_DEVIATIONS, CHECK_GAIN = 8, 3, 0.01
+# Kernels work on tiles, whose edges no line foresees: until a trial had a largest share that is a multiple of this, one is
+# given so much more hope.
+TILE, TILE_HOPE = 8, 0.2
+# A gain hoped for that is worth a trial that may keep too little headroom, or one of another split to learn from.
+HOPED_GAIN, MAX_TARGETS = 0.003, 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The split to measure next, and why: ``"even split at k=2: looking for the baseline"``."""
+
+    split: BatchSplit
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outlook:
+    """What the models say of each split in `table`."""
+
+    table: SplitTable
+    times: StepTimes
+    best_log_s: float
+    """Of the fastest split that fits, as the model sees it; infinite where none does."""
+    gain: Floats
+    """Expected, in logarithms of time."""
+    needed: Interval
+    limits: Floats
+    """(n,) what each device may hold and keep its headroom."""
+    chance: Floats
+    """From 0 to 1: how much of the interval keeps its headroom."""
+    is_harmless: NDArray[np.bool_]
+    """Cannot run out of memory, though it may turn out to keep too little headroom."""
+
+
+class Guide:
+    """Proposes splits of `space` one after the other, from all attempts so far and from nothing else.
+
+    The smallest even split comes first, then ever larger ones as far as the memory model vouches for them, until the
+    even split at the fewest accumulation steps is measured: the baseline. Each of them teaches memory and time. Then the
+    split with the largest expected gain, among those that cannot run out of memory, until none is expected to gain
+    anything; a split that would gain much but is not sure to fit is approached by others that tell. What trials are left
+    up to `NUM_TRIALS_WELL_SPENT` check the predictions most in doubt.
+
+    Args:
+        space: the legal splits.
+        min_headroom_bytes: what every device must keep free, one number for each.
+    """
+
+    def __init__(self, space: SplitSpace, min_headroom_bytes: Sequence[int]) -> None:
+        self.space = space
+        self._demands = np.array(min_headroom_bytes, dtype=float)
+        self._evens = even_table(space)
+        self._listed = listed_table(space)
+        self._is_complete = can_be_listed(space)
+        self._is_tiny = self._is_complete and len(self._listed) <= TINY
+        self._memory = MemoryModel((), space.num_devices)
+        self._seen: list[Attempt] = []
+
+    def propose(self, attempts: Sequence[Attempt]) -> Proposal | None:
+        """The next split; None when no other is worth measuring."""
+        if not any(attempt.measurement.throughput is not None for attempt in attempts):
+            return self._first(attempts)
+        self._learn(attempts)
+        proposal = self._tiny(attempts) if self._is_tiny else self._next_even(attempts)
+        if proposal is None and not self._is_tiny:
+            proposal = self._best(attempts)
+        if proposal is None and not any(attempt.fits for attempt in attempts):
+            return self._first(attempts)
+        return proposal
+
+    def has_open(self, attempts: Sequence[Attempt]) -> bool:
+        """Whether any listed split is neither measured nor ruled out; none is where not even the smallest fits."""
+        return any(attempt.fits for attempt in attempts) and bool(open_rows(self._listed, attempts).any())
+
+    def doubts(self, attempts: Sequence[Attempt]) -> tuple[str, ...]:
+        """What the models could not explain, in sentences; empty where they fitted."""
+        if not any(attempt.measurement.throughput is not None for attempt in attempts):
+            return ()
+        self._learn(attempts)
+        return (*self._memory.doubts(), *TimeModel(attempts).doubts())
+
+    def _learn(self, attempts: Sequence[Attempt]) -> None:
+        known = len(self._seen)
+        if list(attempts[:known]) != self._seen:
+            self._memory, known = MemoryModel((), self.space.num_devices), 0
+        self._memory.observe(attempts[known:])
+        self._seen = list(attempts)
+
+    # --- the first splits --------------------------------------------------------------------------------------------
+
+    def _first(self, attempts: Sequence[Attempt]) -> Proposal | None:
+        """The smallest splits, until one fits."""
+        if not attempts:
+            smallest = self.space.num_devices * max(1, self.space.min_shard_size)
+            starts = self._evens if len(self._evens) else self._listed
+            rows = np.flatnonzero(starts.micro_batch_sizes <= max(smallest, starts.micro_batch_sizes.min()))
+            return Proposal(split=starts.split(int(rows[0])), reason="the smallest even split: a safe start")
+        table = self._listed
+        if self.space.shares == "each" and not self.space.min_shard_size:
+            table = concatenate(table, singles_table(self.space))
+        table = table.where(open_rows(table, attempts))
+        accumulating = table.where(table.steps > 1)
+        if len(accumulating):
+            suspects = sorted({device for attempt in attempts for device in attempt.suspects})
+            burden = accumulating.shards[:, suspects].sum(axis=1) if suspects else np.zeros(len(accumulating))
+            row = int(np.lexsort((-accumulating.steps, burden, accumulating.micro_batch_sizes))[0])
+            return Proposal(split=accumulating.split(row), reason="nothing fitted so far: the smallest split left")
+        # a single step holds one copy of the gradients less, and may fit where no accumulation does; if even shares do
+        # not, that copy was not what was missing
+        single = self._evens.where(self._evens.steps == 1)
+        if len(table) and len(single) and not any(attempt.split.accumulation_steps == 1 for attempt in attempts):
+            return Proposal(split=single.split(0), reason="nothing fits that accumulates: the whole batch at once")
+        return None
+
+    def _tiny(self, attempts: Sequence[Attempt]) -> Proposal | None:
+        """Every split that is not sure to lack memory, smallest first."""
+        table = self._listed.where(open_rows(self._listed, attempts))
+        if len(table):
+            least = self._memory.needed(table.steps, table.shards).least
+            table = table.where(np.asarray((least <= self._limits()).all(axis=1)))
+        if not len(table):
+            return None
+        row = int(np.lexsort((table.micro_batch_sizes, table.shards.max(axis=1)))[0])
+        return Proposal(split=table.split(row), reason=f"one of {len(self._listed)} splits, all of which are measured")
+
+    def _next_even(self, attempts: Sequence[Attempt]) -> Proposal | None:
+        """The even split at the fewest steps that is sure to fit, where that is better than the ones that do."""
+        safe = self._evens.where(open_rows(self._evens, attempts))
+        if len(safe):
+            most = self._memory.needed(safe.steps, safe.shards).most
+            is_safe = (most <= self._limits()).all(axis=1)
+            safe = safe.where(np.asarray(is_safe & self._is_grown(safe, attempts)))
+        if not len(safe):
+            return None
+        fitting = [a.split.accumulation_steps for a in attempts if a.fits and self._evens.is_any_of([a.split]).any()]
+        steps = int(safe.steps[0])
+        if fitting and steps > (1 - BASELINE_GAIN) * min(fitting):
+            return None
+        return Proposal(split=safe.split(0), reason=f"even split at k={steps}: looking for the baseline")
+
+    # --- the best by the models --------------------------------------------------------------------------------------
+
+    def _best(self, attempts: Sequence[Attempt]) -> Proposal | None:
+        time = TimeModel(attempts)
+        outlook = self._outlook(attempts, time)
+        if outlook is None:
+            return None
+        worth = outlook.gain * np.where(outlook.is_harmless, outlook.chance, 0.0)
+        row = int(worth.argmax())
+        if outlook.chance[row] < 1 and worth[row] < HOPED_GAIN:
+            row = int((worth * (outlook.chance == 1)).argmax())
+        detour = self._detour(outlook, attempts, at_least=max(2 * worth[row], HOPED_GAIN))
+        if detour is not None:
+            return detour
+        if worth[row] > 0 and (np.isinf(outlook.best_log_s) or worth[row] >= max(LEAST_GAIN, NOISE_SHARE * time.noise)):
+            return Proposal(split=outlook.table.split(row), reason=self._why(outlook, row))
+        return self._check(outlook, attempts)
+
+    def _outlook(self, attempts: Sequence[Attempt], time: TimeModel) -> _Outlook | None:
+        table = self._candidates(time)
+        table = table.where(open_rows(table, attempts))
+        if not len(table):
+            return None
+        times = time.predict(table.steps, table.shards)
+        fitting = [attempt.split for attempt in attempts if attempt.fits]
+        best = np.inf
+        if fitting:
+            steps = np.array([split.accumulation_steps for split in fitting], dtype=float)
+            best = float(time.predict(steps, np.array([s.shard_sizes for s in fitting], dtype=float)).log_s.min())
+        # with nothing to compare with, everything gains, the fastest most
+        reference = best if fitting else float(times.log_s.max()) + 1
+        needed, limits = self._memory.needed(table.steps, table.shards), self._limits()
+        return _Outlook(
+            table=table,
+            times=times,
+            best_log_s=best,
+            gain=_expected_gain(reference - times.log_s, times.deviation),
+            needed=needed,
+            limits=limits,
+            chance=_chance(needed, limits),
+            is_harmless=(needed.most_squeezed <= self._memory.room_bytes).all(axis=1) & self._is_grown(table, attempts),
+        )
+
+    def _candidates(self, time: TimeModel) -> SplitTable:
+        """Every split where they can be listed; else those balanced in closed form, as far as memory may allow."""
+        if self._is_complete:
+            return self._listed
+        limits = self._limits()
+
+        def largest_shares(bound: str) -> Callable[[Floats, Floats], Floats]:
+            def of(steps: Floats, sizes: Floats) -> Floats:
+                low, high = np.zeros((len(steps), len(limits))), np.repeat(sizes[:, None], len(limits), axis=1)
+                for _ in range(int(sizes.max()).bit_length() + 1):
+                    middle = np.ceil((low + high) / 2)
+                    fits = getattr(self._memory.needed(steps, middle, sizes), bound) <= limits
+                    low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+                return low
+
+            return of
+
+        tables = [balanced_table(self.space, time.curves, largest_shares(b)) for b in ("most", "least")]
+        return concatenate(self._evens, *tables)
+
+    def _detour(self, outlook: _Outlook, attempts: Sequence[Attempt], *, at_least: float) -> Proposal | None:
+        """A split that tells whether a promising one fits, which is not sure enough of it to be tried."""
+        table, is_sure = outlook.table, outlook.is_harmless & (outlook.chance == 1)
+        hoped = np.where(outlook.is_harmless, 0.0, outlook.gain * outlook.chance)
+        for target in np.argsort(-hoped, kind="stable")[:MAX_TARGETS]:
+            if hoped[target] <= at_least:
+                return None
+            doubtful = np.flatnonzero(outlook.needed.most[target] > outlook.limits)
+            row = _most_telling(table, table.shards[target], doubtful, np.flatnonzero(is_sure), attempts)
+            if row is not None:
+                wanted = table.split(int(target))
+                return Proposal(split=table.split(row), reason=f"tells whether {wanted} would fit")
+        return None
+
+    def _check(self, outlook: _Outlook, attempts: Sequence[Attempt]) -> Proposal | None:
+        """With trials to spare, the split whose prediction is most in doubt, if it could still be the best."""
+        is_sure = outlook.is_harmless & (outlook.chance == 1)
+        if len(attempts) >= NUM_TRIALS_WELL_SPENT or not is_sure.any():
+            return None
+        hope = outlook.best_log_s - outlook.times.log_s + CHECK_DEVIATIONS * outlook.times.deviation
+        ran = np.array([a.split.shard_sizes for a in attempts if a.measurement.throughput is not None], dtype=float)
+        hope += TILE_HOPE * (_fills_tiles(outlook.table.shards) & ~_fills_tiles(ran)[1:].any())
+        row = int(np.where(is_sure, hope, -np.inf).argmax())
+        if hope[row] < CHECK_GAIN:
+            return None
+        doubt = f"{self._throughput(outlook, row):,.0f} samples/s, give or take {outlook.times.deviation[row]:.1%}"
+        return Proposal(split=outlook.table.split(row), reason=f"to check what is in doubt: {doubt}")
+
+    # --- small things ------------------------------------------------------------------------------------------------
+
+    def _why(self, outlook: _Outlook, row: int) -> str:
+        throughput, doubt = self._throughput(outlook, row), outlook.times.deviation[row]
+        reason = f"predicted {throughput:,.0f} samples/s"
+        if np.isfinite(outlook.best_log_s):
+            gain = throughput * np.exp(outlook.best_log_s) / self.space.global_batch_size - 1
+            reason += f" ({gain:+.1%}, give or take {doubt:.1%})"
+        device = int((outlook.limits - outlook.needed.most[row]).argmin())
+        if outlook.chance[row] < 1:
+            return f"{reason}; runs, headroom on GPU {device} not sure"
+        most, limit = (format_bytes(float(b[device])) for b in (outlook.needed.most[row], outlook.limits))
+        return f"{reason}; GPU {device} at most at {most} of {limit}"
+
+    def _throughput(self, outlook: _Outlook, row: int) -> float:
+        return self.space.global_batch_size / float(np.exp(outlook.times.log_s[row]))
+
+    def _limits(self) -> Floats:
+        return np.asarray(self._memory.room_bytes - self._demands)
+
+    def _is_grown(self, table: SplitTable, attempts: Sequence[Attempt]) -> NDArray[np.bool_]:
+        largest = max(max(a.split.shard_sizes) for a in attempts if a.measurement.throughput is not None)
+        return np.asarray((table.shards <= MAX_GROWTH * max(1, largest)).all(axis=1))
+
+
+def _most_telling(
+    table: SplitTable,
+    wanted: Floats,
+    doubtful: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    attempts: Sequence[Attempt],
+) -> int | None:
+    """Of `rows` the one that tells most about the doubtful devices' memory with these shards, if it tells anything new."""
+    if not len(rows) or not len(doubtful):
+        return None
+    ran = [attempt.split.shard_sizes for attempt in attempts if attempt.measurement.throughput is not None]
+    measured = np.array(ran, dtype=float)
+    told = np.stack([_tells(table.shards[rows], wanted, int(device)) for device in doubtful]).min(axis=0)
+    told_so_far = min(float(_tells(measured, wanted, int(device)).max()) for device in doubtful)
+    return int(rows[told.argmax()]) if told.max() > told_so_far + 0.1 else None
+
+
+def _tells(shards: Floats, wanted: Floats, device: int) -> Floats:
+    """(N,) from 0 to 1: how near splits come to what is wanted of a device.
+
+    A replica's memory is about its share. GPU 0's is also about the micro-batch: the same part of it tells most, and a
+    large one.
+    """
+    if device > 0:
+        return np.asarray(np.minimum(shards[:, device] / max(wanted[device], 1), 1))
+    sizes, size = shards.sum(axis=1), wanted.sum()
+    apart = np.abs(shards[:, 0] / np.maximum(sizes, 1) - wanted[0] / size)
+    return np.asarray(np.clip(1 - 2 * apart, 0, 1) * 0.7 + 0.3 * np.minimum(sizes / size, 1))
+
+
+def _fills_tiles(shards: Floats) -> NDArray[np.bool_]:
+    """(N,) whether the largest share is a multiple of `TILE`, or of what power of two a smaller one can be."""
+    largest = shards.max(axis=1).astype(int)
+    tiles = np.minimum(TILE, 2 ** np.floor(np.log2(np.maximum(largest, 1))).astype(int))
+    return np.asarray(largest % tiles == 0)
+
+
+def _chance(needed: Interval, limits: Floats) -> Floats:
+    """(N,) how much of the interval lies within the limits, on the device where that is least."""
+    width = np.maximum(needed.most - needed.least, 1.0)
+    within = np.clip((limits - needed.least) / width, 0.0, 1.0).min(axis=1)
+    return np.asarray(np.where((needed.most <= limits).all(axis=1), 1.0, np.minimum(within, 0.999)))
+
+
+def _expected_gain(gains: Floats, deviations: Floats) -> Floats:
+    """Mean of ``max(0, gain)`` where the gain is normal with these means and deviations."""
+    deviations = np.maximum(deviations, 1e-9)
+    scaled = gains / deviations
+    return np.asarray(gains * norm.cdf(scaled) + deviations * norm.pdf(scaled))

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.problems import CardTime, Problem
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.attempt import Attempt, lacking_devices
+from splittune.search.guide import MAX_GROWTH, Guide, Proposal
+from splittune.split import BatchSplit
+from tests.search.truth import card_memory, even, job, rows, split
+
+
+def attempt_of(problem: Problem, tried: BatchSplit, demands: tuple[int, ...]) -> Attempt:
+    measurement = problem.measure(tried).judged(demands)
+    return Attempt(measurement=measurement, lacking=lacking_devices(measurement, demands))
+
+
+def guided(problem: Problem, most: int = 30) -> tuple[list[Proposal], list[Attempt]]:
+    """What the guide proposes until it is content, and what became of it."""
+    demands = problem.min_headroom_bytes
+    guide, proposals, attempts = Guide(problem.space(), demands), [], []
+    while len(attempts) < most and (proposal := guide.propose(attempts)) is not None:
+        proposals.append(proposal)
+        attempts.append(attempt_of(problem, proposal.split, demands))
+    return proposals, attempts
+
+
+def test_begins_with_the_smallest_even_split() -> None:
+    """The first trial has a sample for each card, so that what does not fit there fits nowhere evenly."""
+    proposal = Guide(job(4, B=64).space(), (0,) * 4).propose([])
+    assert proposal == Proposal(split=even(64, 16, 4), reason="the smallest even split: a safe start")
+
+
+def test_even_splits_grow_until_the_baseline() -> None:
+    """Ever fewer steps are tried as far as memory is vouched for, and the last that fits is the baseline."""
+    problem = job([card_memory(is_first=True, sample=20, total=800), *[card_memory(sample=20)] * 3], B=256)
+    proposals, attempts = guided(problem)
+    evens = [p.split for p in proposals if "even" in p.reason]
+    steps = [one.accumulation_steps for one in evens]
+    assert steps == sorted(steps, reverse=True)
+    fits = [one for one in problem.space().even_splits() if problem.fits(*rows([one])).all()]
+    assert evens[-1].accumulation_steps <= 1.06 * fits[0].accumulation_steps
+    assert all(attempt.fits for attempt in attempts)
+
+
+def test_shares_do_not_leap() -> None:
+    """Whatever memory promises, no share is more than so many times the largest that ran."""
+    proposals, _ = guided(job(2, B=4096))
+    largest = 1
+    for proposal in proposals:
+        assert max(proposal.split.shard_sizes) <= MAX_GROWTH * largest
+        largest = max(largest, *proposal.split.shard_sizes)
+    assert largest >= 2048
+
+
+def test_when_nothing_fitted_the_smallest_burden_on_the_suspect_comes_next() -> None:
+    """After GPU 0 ran out of memory with one sample, splits that spare it are tried before all else."""
+    problem = job([card_memory(is_first=True, sample=150, total=340), card_memory(sample=150)], B=16)
+    proposals, attempts = guided(problem, most=6)
+    assert attempts[0].lacking == {0}
+    assert proposals[1].reason == "nothing fitted so far: the smallest split left"
+    assert proposals[1].split == split(16, 16, 0, 1)
+    assert attempts[1].fits
+    assert all(proposal.split.gpu0_bsz == 0 for proposal in proposals[1:])
+
+
+def test_it_gives_up_when_all_is_ruled_out() -> None:
+    """Where no card holds a sample the guide ends, and nothing is open."""
+    problem = job([card_memory(is_first=True, total=50), card_memory(total=50)], B=8)
+    guide = Guide(problem.space(), problem.min_headroom_bytes)
+    proposals, attempts = guided(problem)
+    assert len(proposals) < 8
+    assert guide.propose(attempts) is None
+    assert not guide.has_open(attempts)
+
+
+def test_the_slow_card_is_relieved() -> None:
+    """Where GPU 0 is half as fast, the guide ends at shares that finish together."""
+    slow, fast = CardTime(launch_s=0.002, sample_s=0.004), CardTime(launch_s=0.002, sample_s=0.002)
+    problem = job(3, B=100, times=[slow, fast, fast])
+    _, attempts = guided(problem)
+    best = max((a for a in attempts if a.fits), key=lambda a: a.throughput).split
+    assert best == split(100, 1, 20, 40, 40)
+    assert len(attempts) <= 10
+
+
+def test_a_space_too_large_to_list_is_searched_by_balance() -> None:
+    """With a share for every card the candidates are balanced in closed form, from each card's own curve and memory."""
+    times = [CardTime(launch_s=0.002, sample_s=0.001 * factor) for factor in (1, 2, 1, 2, 4, 1)]
+    memories = [card_memory(is_first=True, sample=10, total=700), *[card_memory(sample=10)] * 5]
+    problem = job(memories, B=300, times=times, shares="each")
+    _, attempts = guided(problem)
+    best = max(attempt.throughput for attempt in attempts)
+    assert problem.best_throughput is not None
+    assert best >= 0.98 * problem.best_throughput
+    assert problem.num_oom == 0
+
+
+def test_a_promising_split_that_may_not_fit_is_approached() -> None:
+    """What would gain much and is not sure to fit is preceded by splits that tell whether it does: nothing runs out."""
+    problem = job(
+        [card_memory(is_first=True, sample=40, output=10, total=6000), *[card_memory(sample=40, total=4000)] * 3],
+        B=400,
+        times=[CardTime(launch_s=0.080, sample_s=0.001)] * 4,
+    )
+    proposals, attempts = guided(problem)
+    assert problem.num_oom == 0
+    best = max(attempt.throughput for attempt in attempts)
+    assert best >= 0.98 * (problem.best_throughput or 0)
+    assert any("samples/s" in proposal.reason for proposal in proposals)
+
+
+def test_it_depends_on_the_attempts_alone() -> None:
+    """A fresh guide proposes after any number of attempts what the one that made them did."""
+    problem = job([card_memory(is_first=True, sample=30, total=1500), *[card_memory(sample=30)] * 2], B=96)
+    proposals, attempts = guided(problem)
+    for place, proposal in enumerate(proposals):
+        assert Guide(problem.space(), problem.min_headroom_bytes).propose(attempts[:place]) == proposal
+    assert Guide(problem.space(), problem.min_headroom_bytes).propose(attempts) is None
+
+
+def test_a_crash_is_left_alone() -> None:
+    """A split that crashed is not proposed again, and says nothing of memory."""
+    problem = job(2, B=64)
+    guide = Guide(problem.space(), (0, 0))
+    ran = [attempt_of(problem, even(64, k, 2), (0, 0)) for k in (32, 2)]
+    proposal = guide.propose(ran)
+    assert proposal is not None
+    crashed = Attempt(measurement=Measurement(split=proposal.split, outcome=Outcome.CRASHED))
+    after = guide.propose([*ran, crashed])
+    assert after is not None
+    assert after.split != proposal.split
+
+
+def test_a_device_filled_by_others_is_left_idle() -> None:
+    """A card whose memory is taken to the last byte needs none where it has no share, so such splits are sure to fit."""
+    problem = job([card_memory(is_first=True), card_memory(total=500, outside=500)], B=8)
+    _, attempts = guided(problem)
+    assert any(attempt.fits and attempt.split == split(8, 1, 8, 0) for attempt in attempts)
+
+
+def test_doubts_of_both_models_are_passed_on() -> None:
+    """Before anything ran there is nothing to doubt; then what either model says is heard."""
+    problem = job(2, B=64)
+    guide = Guide(problem.space(), (0, 0))
+    assert guide.doubts([]) == ()
+    wild = []
+    for i, k in enumerate((32, 16, 8, 4, 2)):
+        one = attempt_of(problem, even(64, k, 2), (0, 0)).measurement
+        times = tuple(time * (4.0 if i % 2 else 0.5) for time in one.micro_step_times_s)
+        wild.append(Attempt(measurement=_with_times(one, times)))
+    assert any("time model" in doubt for doubt in guide.doubts(wild))
+
+
+def _with_times(one: Measurement, times: tuple[float, ...]) -> Measurement:
+    return Measurement(
+        split=one.split,
+        outcome=one.outcome,
+        micro_step_times_s=times,
+        update_times_s=one.update_times_s,
+        memory=one.memory,
+    )
+
+
+@pytest.mark.parametrize("B", [1, 2, 7])
+def test_fewer_samples_than_cards_are_enough(B: int) -> None:
+    """A batch smaller than the number of cards is searched like any other."""
+    problem = job(8, B=B)
+    _, attempts = guided(problem)
+    assert max(attempt.throughput for attempt in attempts) == pytest.approx(problem.best_throughput, rel=0.02)
