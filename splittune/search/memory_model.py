@@ -26,6 +26,8 @@ SHARED = 0.1
 WIDENING, LEAST_WIDENING = 1.5, 0.02
 # Errors above this are told to people.
 POOR_FIT = 0.05
+# They matter on a card of which the trials took more than this part.
+FULL_ENOUGH = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,10 @@ class MemoryModel:
         return self._peaks.room_bytes()
 
     def doubts(self) -> tuple[str, ...]:
-        """What no model could explain, in sentences; empty where one did."""
+        """What no model could explain, in sentences; empty where one did, or where all cards stayed far from full."""
+        room = self.room_bytes
+        if not any(self._peaks.largest_held(device) > FULL_ENOUGH * room[device] for device in range(self._n)):
+            return ()
         worst = max((polytope.misfit for polytope in self._polytopes.values()), default=0.0)
         exceeded = [error for error in self.errors if error > POOR_FIT]
         if worst * TOLERANCE > POOR_FIT:

@@ -64,7 +64,7 @@ class Peaks:
 
     def largest_held(self, device: int) -> int:
         """The largest peak of what the allocator held."""
-        return max(run.memory[device].peak_reserved_bytes for run in self.runs)
+        return max((run.memory[device].peak_reserved_bytes for run in self.runs), default=0)
 
     def readings(self, device: int) -> list[Reading]:
         """What is known of forward and backward on one device; a replica without a share is not there."""

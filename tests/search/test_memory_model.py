@@ -243,6 +243,10 @@ def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
     assert story.model.errors[-1] == pytest.approx(error, rel=1e-6)
     assert story.model.margin >= error
     assert story.model.steepening > narrow
+    assert story.model.doubts() == (), "the cards are far from full"
+    fuller = [replace(memory, total_bytes=3 * memory.peak_reserved_bytes) for memory in exceeding.measurement.memory]
+    measurement = replace(exceeding.measurement, memory=tuple(fuller))
+    story.model.observe([Attempt(measurement=measurement, lacking=frozenset())])
     (doubt,) = story.model.doubts()
     assert doubt.startswith("The memory model did not fit: ")
 
