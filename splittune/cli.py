@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,7 +35,7 @@ from splittune.tuner import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, S
 from splittune.units import GIB, format_bytes
 from splittune.worker import DEFAULT_TRIAL_TIMEOUT_S, WorkerError, WorkerRunner
 
-EXIT_NO_FEASIBLE_SPLIT, EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_NO_FEASIBLE_SPLIT, EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 130, 143
 
 app = typer.Typer(
     help="Finds the batch split that trains fastest without running out of memory.",
@@ -49,7 +53,7 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progre
 
 
 def main() -> None:
-    """Run the command line. Exit 0: done; 1: no feasible split; 2: bad usage; 3: the job raised; 130: interrupted."""
+    """Run the command line. Exit 0: done; 1: no feasible split; 2: bad usage; 3: the job raised; 130 and 143: interrupted."""
     try:
         app()
     except NoFeasibleSplitError as error:
@@ -210,7 +214,8 @@ def _tune_and_save(runner: Runner, out: Path, options: SearchOptions, *, quiet: 
         force=True,
     )
     try:
-        result = tune(runner, options, observer)
+        with _sigterm_as_exit():
+            result = tune(runner, options, observer)
     except BaseException as error:
         if observer.cards is not None and observer.trials:
             save_tables(out, observer.trials, observer.cards.devices, is_modelled=observer.cards.is_modelled)
@@ -221,6 +226,23 @@ def _tune_and_save(runner: Runner, out: Path, options: SearchOptions, *, quiet: 
         raise
     result.save(out)
     return result
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM, as a scheduler sends it, leaves the way Ctrl-C does: the job is put back and finished trials are kept."""
+
+    def leave(_number: int, _frame: object) -> None:
+        sys.exit(EXIT_TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _LinesAboveTheBar(logging.Handler):
