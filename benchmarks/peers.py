@@ -1,4 +1,4 @@
-"""Batch-size finders that people use, run as they are on virtual GPUs: Accelerate's, Lightning's, and none at all.
+"""Batch-size finders that people use, run as they are, on virtual GPUs or real ones: Accelerate's, Lightning's, and none.
 
 Each looks for the largest micro-batch under the even split. Where it finds m samples, training keeps its global batch B
 with ``k = ceil(B / m)`` accumulation steps, and that split is measured by splittune's own `Profiler`, as every split is.
@@ -9,18 +9,19 @@ from __future__ import annotations
 import importlib
 import logging
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, optim
 from torch.utils.data import DataLoader
 
 from benchmarks.workloads import Workload
-from splittune.hardware import is_out_of_memory
-from splittune.hardware.virtual import VirtualHardware
+from splittune.hardware import Hardware, is_out_of_memory
 from splittune.parallel import BalancedDataParallel, accumulate
 from splittune.profiling.measurement import Measurement
 from splittune.profiling.profiler import Profiler
@@ -45,7 +46,9 @@ class PeerResult:
     num_micro_steps: int
     """Forward passes that were begun, with their backward passes; those that ran out of memory count."""
     num_ooms: int
-    """Trials that ended because a virtual GPU ran out of memory."""
+    """Trials that ended because a GPU ran out of memory."""
+    elapsed_s: float
+    """Of the wall clock, for the finding alone; on virtual GPUs the CPU's own."""
     micro_batch_size: int | None
     """The answer, at most the global batch; None where the peer found nothing that fits."""
     measurement: Measurement | None
@@ -61,14 +64,12 @@ class PeerResult:
         return None if self.measurement is None else self.measurement.throughput
 
 
-def even_untuned(job: Job, hardware: VirtualHardware, *, min_headroom_bytes: int | Sequence[int] = 0) -> PeerResult:
+def even_untuned(job: Job, hardware: Hardware, *, min_headroom_bytes: int | Sequence[int] = 0) -> PeerResult:
     """No search: the whole batch at once, evenly. The measurement's outcome says if that runs out of memory."""
     return _run(job, hardware, "even, untuned", lambda trials: trials.global_batch_size, min_headroom_bytes)
 
 
-def accelerate_executable(
-    job: Job, hardware: VirtualHardware, *, min_headroom_bytes: int | Sequence[int] = 0
-) -> PeerResult:
+def accelerate_executable(job: Job, hardware: Hardware, *, min_headroom_bytes: int | Sequence[int] = 0) -> PeerResult:
     """Accelerate's `find_executable_batch_size`, from the global batch down: x 0.9 for every OOM.
 
     It runs the whole training function again for each size. That function accumulates ``ceil(B / m)`` micro-batches of
@@ -96,7 +97,7 @@ def accelerate_executable(
     return _run(job, hardware, "Accelerate", find, min_headroom_bytes)
 
 
-def lightning_power(job: Job, hardware: VirtualHardware, *, min_headroom_bytes: int | Sequence[int] = 0) -> PeerResult:
+def lightning_power(job: Job, hardware: Hardware, *, min_headroom_bytes: int | Sequence[int] = 0) -> PeerResult:
     """Lightning's batch size finder in its default mode: x 2 from 2 until an OOM, then back by half.
 
     A trial is three optimizer steps of one micro-batch each, evenly split: Lightning does not know of the accumulation
@@ -110,9 +111,7 @@ def lightning_power(job: Job, hardware: VirtualHardware, *, min_headroom_bytes: 
     return _lightning(job, hardware, "power", min_headroom_bytes)
 
 
-def lightning_binsearch(
-    job: Job, hardware: VirtualHardware, *, min_headroom_bytes: int | Sequence[int] = 0
-) -> PeerResult:
+def lightning_binsearch(job: Job, hardware: Hardware, *, min_headroom_bytes: int | Sequence[int] = 0) -> PeerResult:
     """As `lightning_power`, then by bisection up to the OOM, and 5 % off the size found, as Lightning has it by default."""
     return _lightning(job, hardware, "binsearch", min_headroom_bytes)
 
@@ -140,12 +139,7 @@ class _Trials:
     """What a peer's trials are made of, and the count of what they run."""
 
     def __init__(
-        self,
-        task: TrainingTask,
-        hardware: VirtualHardware,
-        samples: SampleBatch,
-        snapshot: Snapshot,
-        global_batch_size: int,
+        self, task: TrainingTask, hardware: Hardware, samples: SampleBatch, snapshot: Snapshot, global_batch_size: int
     ) -> None:
         self.task, self.samples, self.global_batch_size = task, samples, global_batch_size
         self._hardware, self._snapshot = hardware, snapshot
@@ -201,7 +195,7 @@ class _Trials:
 
 def _run(
     job: Job,
-    hardware: VirtualHardware,
+    hardware: Hardware,
     peer: str,
     find: Callable[[_Trials], int | None],
     min_headroom_bytes: int | Sequence[int],
@@ -213,8 +207,10 @@ def _run(
         samples = read_batches(task.loader)
         global_batch_size = task.global_batch_size or samples.loader_batch_size
         trials = _Trials(task, hardware, samples, snapshot, global_batch_size)
-        with hardware.metered():
+        started_s = time.perf_counter()
+        with hardware.metered() if hardware.is_modelled else nullcontext():  # peers do not count how long cards work
             found = find(trials)
+        elapsed_s = time.perf_counter() - started_s
         answer = None if found is None else min(found, global_batch_size)
         hardware.recover()
         snapshot.restore()
@@ -234,6 +230,7 @@ def _run(
         batch_sizes=tuple(trials.batch_sizes),
         num_micro_steps=trials.num_micro_steps,
         num_ooms=trials.num_ooms,
+        elapsed_s=elapsed_s,
         micro_batch_size=answer,
         measurement=measurement,
     )
@@ -247,15 +244,14 @@ class _SearchIsOverError(Exception):
         self.micro_batch_size = micro_batch_size
 
 
-def _lightning(job: Job, hardware: VirtualHardware, mode: str, min_headroom_bytes: int | Sequence[int]) -> PeerResult:
+def _lightning(job: Job, hardware: Hardware, mode: str, min_headroom_bytes: int | Sequence[int]) -> PeerResult:
     lightning = _import("pytorch_lightning", "pytorch-lightning")
     tuning = _import("pytorch_lightning.tuner", "pytorch-lightning")
 
     def find(trials: _Trials) -> int | None:
         with _quiet_lightning(), tempfile.TemporaryDirectory() as folder:
             trainer = lightning.Trainer(
-                accelerator="cpu",
-                devices=1,
+                **_place_of(hardware),
                 max_epochs=-1,
                 logger=False,
                 enable_checkpointing=False,
@@ -273,6 +269,12 @@ def _lightning(job: Job, hardware: VirtualHardware, mode: str, min_headroom_byte
             return found
 
     return _run(job, hardware, f"Lightning, {mode}", find, min_headroom_bytes)
+
+
+def _place_of(hardware: Hardware) -> dict[str, Any]:
+    """Where Lightning puts the module and its batches: on 'GPU 0', as the wrapper does; on the CPU for virtual GPUs."""
+    device = torch.device(hardware.devices[0].torch_device)
+    return {"accelerator": device.type, "devices": [device.index] if device.type == "cuda" else 1}
 
 
 def _lightning_module(base: Any, trials: _Trials) -> Any:
@@ -321,16 +323,17 @@ def _quiet_lightning() -> Iterator[None]:
 
     It patches torch's DataLoader while it looks for loaders, and leaves it so where an exception passes through.
     """
-    logger = logging.getLogger("pytorch_lightning")
-    level = logger.level
+    loggers = {name: logging.getLogger(name).level for name in ("pytorch_lightning", "lightning_fabric")}
     own = dict(vars(DataLoader))
-    logger.setLevel(logging.ERROR)
+    for name in loggers:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module="pytorch_lightning|lightning_fabric")
             yield
     finally:
-        logger.setLevel(level)
+        for name, level in loggers.items():
+            logging.getLogger(name).setLevel(level)
         for name, value in list(vars(DataLoader).items()):
             if name not in own:
                 delattr(DataLoader, name)

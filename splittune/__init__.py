@@ -23,9 +23,11 @@ from splittune.errors import (
 from splittune.parallel import BalancedDataParallel, accumulate
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.results import MicroBatch, SplitConfig, TuneResult
+from splittune.results.verification import Verification
 from splittune.split import BatchSplit, SplitSpace
 from splittune.training import TrainingTask
 from splittune.tuner import autotune
+from splittune.verify import verify
 
 __all__ = [
     "BalancedDataParallel",
@@ -43,9 +45,11 @@ __all__ = [
     "SplittuneError",
     "TrainingTask",
     "TuneResult",
+    "Verification",
     "WindowError",
     "accumulate",
     "autotune",
+    "verify",
 ]
 
 

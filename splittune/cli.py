@@ -1,4 +1,4 @@
-"""The command line: demo, tune, devices."""
+"""The command line: demo, tune, verify, devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from splittune.hardware.cuda import count_visible_devices
 from splittune.hardware.nvml import Nvml
 from splittune.hardware.virtual.catalog import GPUS
 from splittune.job_file import load_task
-from splittune.progress import ConsoleReporter, SilentReporter, show_memory_plan, show_result
+from splittune.progress import (
+    ConsoleReporter,
+    SilentReporter,
+    StepReporter,
+    show_memory_plan,
+    show_result,
+    show_verification,
+)
 from splittune.results import SplitConfig, TuneResult, save_tables
 from splittune.results.files import check_writable
 from splittune.runner import Cards, LocalRunner, Runner
@@ -33,9 +40,11 @@ from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
 from splittune.split import SplitSpace
 from splittune.tuner import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, SharesChoice, tune
 from splittune.units import GIB, format_bytes
+from splittune.verify import DEFAULT_NUM_STEPS, verify
 from splittune.worker import DEFAULT_TRIAL_TIMEOUT_S, WorkerError, WorkerRunner
 
-EXIT_NO_FEASIBLE_SPLIT, EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 130, 143
+EXIT_NO_FEASIBLE_SPLIT = EXIT_NOT_VERIFIED = 1
+EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 3, 130, 143
 
 app = typer.Typer(
     help="Finds the batch split that trains fastest without running out of memory.",
@@ -49,11 +58,15 @@ Isolation = Literal["auto", "process", "none"]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for split.json, the tables and the explanation.")]
 MaxTrialsOption = Annotated[int, typer.Option(min=1, help="Splits to search at most.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="For whatever is drawn at random.")]
+JobArgument = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="FUNCTION() returns a TrainingTask.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
 def main() -> None:
-    """Run the command line. Exit 0: done; 1: no feasible split; 2: bad usage; 3: the job raised; 130 and 143: interrupted."""
+    """Run the command line.
+
+    Exit 0: done; 1: no feasible split, or not verified; 2: bad usage; 3: the job raised; 130 and 143: interrupted.
+    """
     try:
         app()
     except NoFeasibleSplitError as error:
@@ -71,7 +84,7 @@ def main() -> None:
 
 @app.command("tune")
 def tune_command(
-    job: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="FUNCTION() returns a TrainingTask.")],
+    job: JobArgument,
     devices: Annotated[
         str | None,
         typer.Option(help='"cuda:1,cuda:0", or virtual GPUs: "4xV100-16GB". Default: all visible CUDA devices.'),
@@ -82,6 +95,9 @@ def tune_command(
     out: OutOption = Path("runs/split"),
     max_trials: MaxTrialsOption = DEFAULT_MAX_TRIALS,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds after which no further split is searched.")] = None,
+    min_headroom_bytes: Annotated[
+        int | None, typer.Option(min=0, help="Bytes that every card must keep free. Default: 5 % of what others leave.")
+    ] = None,
     storage: Annotated[str | None, typer.Option(help="File that keeps the trials: the search can go on later.")] = None,
     loss_placement: Annotated[
         LossPlacements, typer.Option(help='Compute the loss in each "replica" instead of from gathered outputs.')
@@ -118,6 +134,7 @@ def tune_command(
             task = dataclasses.replace(task, global_batch_size=global_batch_size)
         runner = LocalRunner(task, hardware)
     options = SearchOptions(
+        min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,
         timeout_s=timeout_s,
         storage=storage,
@@ -136,6 +153,49 @@ def tune_command(
         highlight=False,
         markup=False,
     )
+
+
+@app.command("verify")
+def verify_command(
+    split: Annotated[Path, typer.Argument(metavar="SPLIT.json", help="The config that tune wrote.")],
+    job: JobArgument,
+    devices: Annotated[
+        str | None, typer.Option(help='"cuda:1,cuda:0", or virtual GPUs. Default: those it was tuned on.')
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = DEFAULT_NUM_STEPS,
+    eval_batch_size: Annotated[
+        bool, typer.Option("--eval-batch-size", help="Measure the largest evaluation batch, and keep it in SPLIT.json.")
+    ] = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Train your own job under the config for some steps, and compare its memory with the plan."""
+    config = SplitConfig.load(split)
+    if eval_batch_size:
+        check_writable(split.parent)
+    _log_above_the_bar(quiet=quiet)
+    observer = SilentReporter() if quiet else StepReporter(console)
+    try:
+        with _sigterm_as_exit():
+            result = verify(
+                config,
+                load_task(job),
+                devices=devices,
+                num_steps=steps,
+                measure_eval_batch_size=eval_batch_size,
+                observer=observer,
+            )
+    except KeyboardInterrupt:
+        console.print("Interrupted; the model is as it was.")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    finally:
+        observer.on_end()
+    show_verification(result, console)
+    if eval_batch_size and result.config.eval_batch_size is not None:
+        result.config.save(split)
+        console.print(f"Written to {split}: eval_batch_size {result.config.eval_batch_size}.", highlight=False)
+    console.print(f"\n{result.summary}", highlight=False, markup=False)
+    if not result.is_verified:
+        raise typer.Exit(EXIT_NOT_VERIFIED)
 
 
 @app.command()
@@ -207,12 +267,7 @@ def devices() -> None:
 def _tune_and_save(runner: Runner, out: Path, options: SearchOptions, *, quiet: bool) -> TuneResult:
     """Tune and write the files; when it ends early, by Ctrl-C say, the finished trials are written all the same."""
     observer = _KeepingReporter(SilentReporter() if quiet else ConsoleReporter(console))
-    logging.basicConfig(
-        level=logging.WARNING if quiet else logging.INFO,
-        format="%(message)s",
-        handlers=[_LinesAboveTheBar()],
-        force=True,
-    )
+    _log_above_the_bar(quiet=quiet)
     try:
         with _sigterm_as_exit():
             result = tune(runner, options, observer)
@@ -226,6 +281,11 @@ def _tune_and_save(runner: Runner, out: Path, options: SearchOptions, *, quiet: 
         raise
     result.save(out)
     return result
+
+
+def _log_above_the_bar(*, quiet: bool) -> None:
+    level = logging.WARNING if quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_LinesAboveTheBar()], force=True)
 
 
 @contextmanager

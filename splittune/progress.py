@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.units import format_bytes, format_time
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from splittune.hardware import DeviceMemory
     from splittune.results import SplitConfig, TuneResult
+    from splittune.results.verification import Verification
     from splittune.runner import Cards
     from splittune.search import Trial
     from splittune.split import BatchSplit, SplitSpace
@@ -95,6 +96,38 @@ def show_memory_plan(config: SplitConfig, peaks: Sequence[DeviceMemory], console
     console.print(table)
 
 
+def show_verification(result: Verification, console: Console) -> None:
+    """Every device's peaks in training and evaluation beside the plan, the loss, and what else is to be known."""
+    planned = result.config.planned_peak_reserved_bytes or (None,) * len(result.devices)
+    table = Table(
+        Column("device", no_wrap=True), "planned peak", "in training", "in evaluation", "", title="Memory reserved"
+    )
+    for index, device in enumerate(result.devices):
+        plan, evaluation = planned[index], result.evaluation_peak_reserved_bytes[index]
+        unevaluated = "no more" if result.num_evaluations else "not run"
+        table.add_row(
+            f"GPU {index}  {device.name}",
+            "not measured" if plan is None else format_bytes(plan),
+            format_bytes(result.training_peak_reserved_bytes[index]),
+            unevaluated if evaluation is None else format_bytes(evaluation),
+            result.verdicts[index],
+        )
+    console.print(table)
+    if result.losses:
+        loss = (
+            f"The loss was {result.losses[0]:.3f} at step 1 and {result.losses[-1]:.3f} at step {len(result.losses)}."
+        )
+        console.print(loss, highlight=False)
+    for note in (*result.notes, *([] if result.lack is None else [result.lack.message])):
+        console.print(note, highlight=False, markup=False)
+    if result.config.eval_batch_size is not None:
+        console.print(
+            f"Evaluation batches of {result.config.eval_batch_size} samples keep the headroom: under torch.no_grad() the "
+            "wrapped model takes them at once.",
+            highlight=False,
+        )
+
+
 def _memory_bar(memory: DeviceMemory, width: int = 16) -> str:
     """``####====......`` for what others hold, what this job took, and what was left."""
     outside = round(width * memory.outside_bytes / memory.total_bytes)
@@ -114,6 +147,10 @@ class SilentReporter:
 
     def on_end(self) -> None: ...
 
+    def on_activity(self, what: str) -> None: ...
+
+    def on_step(self, step: int, num_steps: int, loss: float) -> None: ...
+
 
 class ConsoleReporter:
     """A line for every finished trial; in a terminal also a bar with what is being measured and the best so far."""
@@ -122,17 +159,7 @@ class ConsoleReporter:
         self._console = console
         self._best: Measurement | None = None
         self._modelled = ""
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("trial"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=10),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        self._progress = _bar_of("trial", console)
         self._bar = self._progress.add_task("", total=None)
 
     def on_start(self, cards: Cards, space: SplitSpace, max_trials: int) -> None:
@@ -170,6 +197,43 @@ class ConsoleReporter:
 
     def _print(self, line: str) -> None:
         self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class StepReporter:
+    """A line for the first and every tenth part of the steps; in a terminal also a bar with what is going on."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = _bar_of("step", console)
+        self._bar = self._progress.add_task("", total=None)
+
+    def on_activity(self, what: str) -> None:
+        self._progress.start()
+        self._progress.update(self._bar, description=what)
+        if not self._console.is_terminal:
+            self._console.print(what, highlight=False)
+
+    def on_step(self, step: int, num_steps: int, loss: float) -> None:
+        self._progress.update(self._bar, completed=step, total=num_steps, description=f"loss {loss:.3f}")
+        if step in (1, num_steps) or step % max(1, num_steps // 10) == 0:
+            self._console.print(f"step {step:>{len(str(num_steps))}}  loss {loss:.3f}", highlight=False)
+
+    def on_end(self) -> None:
+        self._progress.stop()
+
+
+def _bar_of(what: str, console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn(what),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=10),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
 
 
 def _shape_of(split: BatchSplit) -> str:

@@ -15,7 +15,7 @@ from splittune.hardware import Device, DeviceMemory, Hardware
 from splittune.hardware.oom import is_sticky
 from splittune.interrupts import held_back
 from splittune.profiling.measurement import LossPlacement, Measurement
-from splittune.profiling.profiler import Profiler
+from splittune.profiling.profiler import Profiler, _finish_backward
 from splittune.split import BatchSplit
 from splittune.training import SampleBatch, Snapshot, TrainingTask, read_batches
 from splittune.training.loader_rate import measure_loader_rate, what_to_set
@@ -131,6 +131,12 @@ class Runner(Protocol):
         ...
 
 
+def free_leftovers(hardware: Hardware) -> None:
+    """Free what a step left on the devices, one that failed too. Call it outside any except block."""
+    _finish_backward()
+    hardware.recover()
+
+
 class LocalRunner:
     """Runs the trials of a task at hand in this process, on hardware at hand."""
 
@@ -140,10 +146,14 @@ class LocalRunner:
         self._samples: SampleBatch | None = None
         self._is_grad_enabled = True
 
-    def open(self, placements: Sequence[LossPlacement]) -> Job:
+    def keep(self) -> None:
+        """Keep the job as it is now, for `close` to put back."""
         self._is_grad_enabled = torch.is_grad_enabled()
         with held_back():  # it takes the gradients off the model
             self._snapshot = self._task.snapshot()
+
+    def open(self, placements: Sequence[LossPlacement]) -> Job:
+        self.keep()
         self._samples = read_batches(self._task.loader)
         if "replica" in placements:
             self._task.loss_in_replica(self._samples.batch)  # says so now if it cannot be
@@ -174,7 +184,7 @@ class LocalRunner:
         with held_back():
             try:
                 if is_usable:
-                    self._hardware.recover()
+                    free_leftovers(self._hardware)
             except RuntimeError as error:  # a kernel's own error may show only now
                 is_usable = not is_sticky(error)
                 raise

@@ -20,7 +20,7 @@ MAX_LINES = 350
 # From the top floor to the ground; modules and packages of one floor may import one another.
 FLOORS = (
     ("cli", "__main__", "demo"),
-    ("tuner", "progress"),
+    ("tuner", "verify", "progress"),
     ("worker", "worker_link", "worker_process", "remote_error", "runner", "job_file"),
     ("results",),
     ("search",),

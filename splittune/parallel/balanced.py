@@ -19,6 +19,7 @@ from splittune.parallel.replicas import ReplicaCall, ReplicaGauge, keep_buffer_u
 from splittune.parallel.transfer import send
 from splittune.parallel.window import Copies, WindowEngine
 from splittune.split import even_shards, fit_shards, shards_with_gpu0
+from splittune.split.shards import share_out
 
 DeviceLike = int | str | torch.device
 Engine = Literal["window", "torch"]
@@ -36,7 +37,7 @@ class BalancedDataParallel(nn.Module):
     Shares are honoured or refused, never changed in silence:
 
     - with `shard_sizes`, a smaller micro-batch shrinks every shard in proportion (`split.fit_shards`), a larger one is
-      refused;
+      refused, save for up to `eval_batch_size` samples under ``no_grad()``, which grow every shard in proportion;
     - with `gpu0_bsz`, GPU 0 takes exactly that of the largest micro-batch trained on so far, and a smaller one shrinks
       the shares in proportion. A first training micro-batch smaller than `gpu0_bsz` is refused; under ``eval()`` or
       ``no_grad()`` it is shared evenly instead, GPU 0 getting less than its share.
@@ -55,6 +56,7 @@ class BalancedDataParallel(nn.Module):
         engine: "window" copies parameters out, and adds gradients up, once for each window of accumulated micro-batches
             (`WindowEngine`); "torch" does both at every micro-batch, as nn.DataParallel does.
         link: how tensors travel; None for torch's own devices.
+        eval_batch_size: with `shard_sizes`, samples that are taken at once where no gradients are recorded.
 
     Of arguments that are no tensors, a list or tuple with one string, number or None for each sample is split as tensors
     are, save for a tuple of numbers, a size say; everything else reaches every replica as it is.
@@ -76,6 +78,7 @@ class BalancedDataParallel(nn.Module):
         weight_fn: WeightFunction | None = None,
         engine: Engine = "window",
         link: Link | None = None,
+        eval_batch_size: int | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -93,6 +96,7 @@ class BalancedDataParallel(nn.Module):
         if weight_fn is not None and loss_fn is None:
             raise ConfigError("weight_fn is given without loss_fn: it says how the replicas' losses are averaged.")
         self.engine = engine
+        self.eval_batch_size = eval_batch_size
         # held by a plain object: a loss that is a module must not appear in the wrapper's state_dict
         self._loss = None if loss_fn is None else ReplicaLoss(loss_fn, weight_fn)
         self._link = link
@@ -174,7 +178,7 @@ class BalancedDataParallel(nn.Module):
     def _shards_of(self, batch_size: int) -> tuple[int, ...]:
         """Samples for each device: the one place where a micro-batch meets the shares."""
         if self.shard_sizes is not None:
-            return fit_shards(batch_size, self.shard_sizes)
+            return self._grown_shards(batch_size) or fit_shards(batch_size, self.shard_sizes)
         assert self.gpu0_bsz is not None
         num_devices = len(self.device_ids)
         if batch_size == 0:
@@ -189,6 +193,19 @@ class BalancedDataParallel(nn.Module):
                 f"{self.gpu0_bsz - batch_size}. Use gpu0_bsz <= {batch_size}, or a larger batch."
             )
         return even_shards(batch_size, num_devices)
+
+    def _grown_shards(self, batch_size: int) -> tuple[int, ...] | None:
+        """The shards of an evaluation batch larger than any micro-batch trained on; None for one that is not."""
+        assert self.shard_sizes is not None
+        if self.eval_batch_size is None or batch_size <= sum(self.shard_sizes):
+            return None
+        if batch_size <= self.eval_batch_size and not torch.is_grad_enabled():
+            return share_out(batch_size, self.shard_sizes)
+        raise InvalidSplitError(
+            f"a batch of {batch_size} samples: expected at most {sum(self.shard_sizes)} in training (the shards are "
+            f"{self.shard_sizes}), and at most eval_batch_size={self.eval_batch_size} in evaluation, under torch.no_grad(). "
+            + ("Use SplitConfig.micro_batches, or no_grad()." if torch.is_grad_enabled() else "Use a smaller batch.")
+        )
 
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()

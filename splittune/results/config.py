@@ -79,6 +79,8 @@ class SplitConfig:
     """Measured seconds of one optimizer step; None where not measured."""
     loss_placement: LossPlacement = "output"
     """Where the loss was computed when this was measured: "replica" wants ``wrap(model, loss_fn)``."""
+    eval_batch_size: int | None = None
+    """Samples that the wrapped model takes at once under ``torch.no_grad()``; None where that was not measured."""
     seed: int = 0
     versions: dict[str, str] = field(default_factory=current_versions, hash=False)
     created: str = field(default_factory=_now)
@@ -98,6 +100,8 @@ class SplitConfig:
         for name in ("throughput", "step_time_s"):
             object.__setattr__(self, name, positive_or_none(name, getattr(self, name)))
         check_int("seed", self.seed, at_least=0)
+        if self.eval_batch_size is not None:
+            check_int("eval_batch_size", self.eval_batch_size, at_least=1)
         if self.loss_placement not in get_args(LossPlacement):
             raise ConfigError(f"loss_placement is {self.loss_placement!r}: expected one of {get_args(LossPlacement)}.")
         self._check_origin()
@@ -162,20 +166,14 @@ class SplitConfig:
         takes a `Hardware` that is at hand instead. Other devices than the tuned ones are used, with a `UserWarning`
         that says what differs: speed and memory were not measured there.
 
+        Under ``torch.no_grad()`` the module takes `eval_batch_size` samples at once where that is known, shared as the
+        tuned shards are: ``DataLoader(validation_set, batch_size=config.eval_batch_size)``.
+
         Raises:
             ConfigError: another number of devices than shards, or both `devices` and `hardware`.
             DeviceError: a device that is missing, repeated or unknown.
         """
-        if hardware is None:
-            hardware = self._resolve(devices)
-        elif devices is not None:
-            raise ConfigError(f"wrap got devices={devices!r} and hardware= as well: expected at most one of them.")
-        num_given, num_shards = len(hardware.devices), self.split.num_devices
-        if num_given != num_shards:
-            raise ConfigError(
-                f"number of devices: got {num_given} ({_names(hardware.devices)}), expected {num_shards}, one for each "
-                f"shard of {self.split}. Name {num_shards} devices, or tune for {num_given}."
-            )
+        hardware = self.resolve(devices, hardware)
         self._warn_of_other_devices(hardware)
         if loss_fn is None and self.loss_placement == "replica":
             warnings.warn(
@@ -183,7 +181,35 @@ class SplitConfig:
                 "be gathered on GPU 0, which may lack the memory. Use config.wrap(model, loss_fn).",
                 stacklevel=2,
             )
-        return hardware.wrap(model, self.split, loss_fn=loss_fn, weight_fn=weight_fn, engine=engine)
+        return hardware.wrap(
+            model,
+            self.split,
+            loss_fn=loss_fn,
+            weight_fn=weight_fn,
+            engine=engine,
+            eval_batch_size=self.eval_batch_size,
+        )
+
+    def resolve(
+        self, devices: str | Sequence[str | int | torch.device] | None = None, hardware: Hardware | None = None
+    ) -> Hardware:
+        """The hardware to train on, with a device for each shard: the tuned devices unless told otherwise, see `wrap`.
+
+        Raises:
+            ConfigError: another number of devices than shards, or both `devices` and `hardware`.
+            DeviceError: a device that is missing, repeated or unknown.
+        """
+        if hardware is None:
+            hardware = self._hardware_named(devices)
+        elif devices is not None:
+            raise ConfigError(f"got devices={devices!r} and hardware= as well: expected at most one of them.")
+        num_given, num_shards = len(hardware.devices), self.split.num_devices
+        if num_given != num_shards:
+            raise ConfigError(
+                f"number of devices: got {num_given} ({_names(hardware.devices)}), expected {num_shards}, one for each "
+                f"shard of {self.split}. Name {num_shards} devices, or tune for {num_given}."
+            )
+        return hardware
 
     def micro_batches(self, batch: Any, model: BalancedDataParallel | None = None) -> Iterator[MicroBatch]:
         """`batch`, as the loader nests it, cut along dimension 0 into the micro-batches of one optimizer step.
@@ -213,7 +239,7 @@ class SplitConfig:
     def __str__(self) -> str:
         return self.summary()
 
-    def _resolve(self, devices: str | Sequence[str | int | torch.device] | None) -> Hardware:
+    def _hardware_named(self, devices: str | Sequence[str | int | torch.device] | None) -> Hardware:
         if devices is not None:
             return resolve_hardware(devices)
         if self.is_modelled and self.virtual_spec is None:

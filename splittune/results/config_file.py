@@ -1,6 +1,7 @@
 """The JSON text of a `SplitConfig`: written for people, read with suspicion.
 
-One object, every key required and none other allowed, units in the key names::
+One object, every key required and none other allowed, units in the key names. A config is written in the oldest schema
+that can say it: 1 as shown; 2 has ``"eval_batch_size": 512`` as well, and is written where that is known::
 
     {
         "schema": 1,
@@ -39,8 +40,8 @@ from splittune.split import BatchSplit
 if TYPE_CHECKING:
     from splittune.results.config import SplitConfig
 
-SCHEMA = 1
-"""Raised by one whenever an older splittune could no longer read what this one writes."""
+SCHEMA = 2
+"""The newest; raised by one whenever an older splittune could no longer read what this one writes."""
 
 _SPLIT_KEYS = tuple(field.name for field in fields(BatchSplit))
 _DEVICE_KEYS = tuple(field.name for field in fields(Device))
@@ -50,6 +51,7 @@ _KEYS = (
     "versions",
     "split",
     "loss_placement",
+    "eval_batch_size",
     "throughput_samples_per_s",
     "step_time_s",
     "is_modelled",
@@ -59,14 +61,16 @@ _KEYS = (
     "planned_peak_reserved_bytes",
     "devices",
 )
+_SINCE_SCHEMA_2 = ("eval_batch_size",)
 
 
 def config_to_text(config: SplitConfig) -> str:
     """`config` as indented JSON that ends in a newline; `fields_from_text` reads it back."""
+    schema = 1 if config.eval_batch_size is None else 2
     values = {key: getattr(config, key) for key in _KEYS if key not in ("schema", "throughput_samples_per_s")}
-    data: dict[str, Any] = {"schema": SCHEMA, "throughput_samples_per_s": config.throughput, **values}
+    data: dict[str, Any] = {"schema": schema, "throughput_samples_per_s": config.throughput, **values}
     data |= {"split": asdict(config.split), "devices": [asdict(device) for device in config.devices]}
-    return json.dumps({key: data[key] for key in _KEYS}, indent=2, allow_nan=False) + "\n"
+    return json.dumps({key: data[key] for key in _keys_of(schema)}, indent=2, allow_nan=False) + "\n"
 
 
 def fields_from_text(text: str) -> dict[str, Any]:
@@ -78,7 +82,8 @@ def fields_from_text(text: str) -> dict[str, Any]:
     """
     data = _parse(text)
     _check_schema(data)
-    _check_keys("the config", data, _KEYS)
+    keys = _keys_of(data["schema"])
+    _check_keys("the config", data, keys)
     split, devices = data["split"], data["devices"]
     _check_keys("split", split, _SPLIT_KEYS)
     _check_list("split.shard_sizes", split["shard_sizes"])
@@ -86,12 +91,16 @@ def fields_from_text(text: str) -> dict[str, Any]:
         _check_list(key, data[key])
     for index, device in enumerate(devices):
         _check_keys(f"devices[{index}]", device, _DEVICE_KEYS)
-    named_as_they_are = {key: data[key] for key in _KEYS if key not in ("schema", "throughput_samples_per_s")}
+    named_as_they_are = {key: data[key] for key in keys if key not in ("schema", "throughput_samples_per_s")}
     return named_as_they_are | {
         "throughput": data["throughput_samples_per_s"],
         "split": BatchSplit(**split),
         "devices": tuple(Device(**device) for device in devices),
     }
+
+
+def _keys_of(schema: int) -> tuple[str, ...]:
+    return tuple(key for key in _KEYS if schema > 1 or key not in _SINCE_SCHEMA_2)
 
 
 def _parse(text: str) -> dict[str, Any]:

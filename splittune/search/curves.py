@@ -1,4 +1,4 @@
-"""One card's time for a share of the micro-batch: a launch floor and a line, bent where the measurements say so."""
+"""One card's time for a share of the micro-batch: a launch floor and a line, bent or stepped where measurements say so."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ Floats = NDArray[np.float64]
 # A knee must explain this much of what a straight line leaves, or there is none.
 KNEE_GAIN = 0.5
 SINGLE_FLOOR = 0.6
+# A curve is drawn through fewer shares than this, whatever the truth is; deviations below this are nothing.
+WELL_KNOWN, LEAST_DEVIATION = 4, 0.002
 # How far off a curve is believed to be at a share e times as large as any measured, by how many were (of one share alone
 # nobody knows what is floor and what slope), and between two that were.
 DOUBT_BEYOND, DOUBT_BETWEEN = (0.45, 0.12, 0.06), 0.12
@@ -21,11 +23,13 @@ DOUBT_BEYOND, DOUBT_BETWEEN = (0.45, 0.12, 0.06), 0.12
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds for a share: ``floor + slope x max(share, knee)``, times what the measured shares deviate from that.
+    """Seconds for a share: ``floor + slope x max(share, knee) + tile_s x filled``, times what measured shares deviate from it.
+
+    Kernels work on tiles of so many samples and are paid for whole ones: `filled` is the share, up to full tiles.
 
     Between two measured shares the deviation is interpolated, so tiles, algorithm switches and whatever else breaks
     the form are followed where they were seen. Worked: a floor of 2 ms, a slope of 1 ms and a knee of 4 samples take
-    6 ms for 1 to 4 samples and 10 ms for 8.
+    6 ms for 1 to 4 samples and 10 ms for 8; with 1 ms a sample for tiles of 8, 14 ms and 18 ms.
     """
 
     floor_s: float
@@ -36,16 +40,22 @@ class Curve:
     """Logarithms of measured over the form, at `shares`."""
     ratio: float = 1.0
     """Of every share it is asked for, so that one curve serves cards of several speeds."""
+    tile: int = 1
+    tile_s: float = 0.0
 
     def __call__(self, shares: Floats) -> Floats:
         """Seconds for each share; 0 for a share of 0."""
         scaled = shares * self.ratio
-        form = self.floor_s + self.slope_s * np.maximum(scaled, self.knee)
+        form = self.floor_s + self.slope_s * np.maximum(scaled, self.knee) + self.tile_s * _filled(scaled, self.tile)
         return np.where(shares > 0, form * np.exp(self.deviation(shares)), 0.0)
 
     def deviation(self, shares: Floats) -> Floats:
         """Logarithm of the curve over its form."""
         return np.asarray(np.interp(np.log1p(shares * self.ratio), np.log1p(self.shares), self.deviations))
+
+    def is_well_known(self, noise: float) -> bool:
+        """Whether more shares were measured than it takes to draw it, and noise explains what they deviate."""
+        return len(self.shares) >= WELL_KNOWN and float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
 
     def doubt(self, shares: Floats) -> Floats:
         """Relative standard deviation away from the measured shares: it grows with the distance in logarithms."""
@@ -56,11 +66,14 @@ class Curve:
         return np.asarray(np.where(outside, beyond, DOUBT_BETWEEN) * nearest)
 
 
-def fit_curve(shares: Sequence[float] | Floats, times_s: Sequence[float] | Floats, noise: float) -> Curve | None:
+def fit_curve(
+    shares: Sequence[float] | Floats, times_s: Sequence[float] | Floats, noise: float, tile: int = 1
+) -> Curve | None:
     """The curve through measured (share, seconds) pairs, whose relative noise is given; None without any.
 
     Coefficients are not negative, and relative errors are squared: small shares count as much as large ones. A single
-    share tells nothing of the floor, which then gets `SINGLE_FLOOR` of its time.
+    share tells nothing of the floor, which then gets `SINGLE_FLOOR` of its time. With a `tile` above 1 the curve has
+    steps of that width in place of a knee, where they explain anything; else it is the one without.
     """
     if not len(shares):
         return None
@@ -69,28 +82,42 @@ def fit_curve(shares: Sequence[float] | Floats, times_s: Sequence[float] | Float
     if len(sizes) == 1:
         floor = SINGLE_FLOOR * measured[0]
         return Curve(floor, (measured[0] - floor) / sizes[0], 0.0, sizes, np.zeros(1))
-    straight = _line(sizes, measured, 0.0)
+    if tile > 1:
+        floor, slope, tile_s = _coefficients(measured, sizes, _filled(sizes, tile))[0]
+        if tile_s > 0:
+            form = floor + slope * sizes + tile_s * _filled(sizes, tile)
+            left = _left_of(measured, form, noise)
+            return Curve(float(floor), float(slope), 0.0, sizes, left, tile=tile, tile_s=float(tile_s))
+    straight = _coefficients(measured, sizes)
     best, knee = straight, 0.0
     if len(sizes) > 2:
         for candidate in _knees(sizes):
-            bent = _line(sizes, measured, candidate)
+            bent = _coefficients(measured, np.maximum(sizes, candidate))
             allowed = len(sizes) * noise**2
             if bent[1] < best[1] and bent[1] < KNEE_GAIN * straight[1] and straight[1] > allowed:
                 best, knee = bent, candidate
     floor, slope = best[0]
     form = floor + slope * np.maximum(sizes, knee)
+    return Curve(float(floor), float(slope), knee, sizes, _left_of(measured, form, noise))
+
+
+def _filled(shares: Floats, tile: int) -> Floats:
+    return np.asarray(np.ceil(shares / tile) * tile)
+
+
+def _left_of(measured: Floats, form: Floats, noise: float) -> Floats:
+    """Logarithms of measured over the form; what noise explains is not followed."""
     deviations = np.log(measured / form)
-    # what noise explains is not followed
     spread = float((deviations**2).mean())
-    deviations *= spread / (spread + noise**2) if spread > 0 else 0.0
-    return Curve(float(floor), float(slope), knee, sizes, deviations)
+    return np.asarray(deviations * (spread / (spread + noise**2) if spread > 0 else 0.0))
 
 
 def _knees(sizes: Floats) -> Floats:
     return np.unique(np.concatenate([sizes[1:-1], np.sqrt(sizes[:-1] * sizes[1:])]))
 
 
-def _line(sizes: Floats, times_s: Floats, knee: float) -> tuple[Floats, float]:
-    matrix = np.column_stack([np.ones_like(sizes), np.maximum(sizes, knee)]) / times_s[:, None]
-    solution, norm = nnls(matrix, np.ones_like(sizes))
-    return np.maximum(solution, [0.0, 1e-15]), float(norm**2)
+def _coefficients(times_s: Floats, *terms: Floats) -> tuple[Floats, float]:
+    """Of a floor and each of the terms, and the squared relative error they leave."""
+    matrix = np.column_stack([np.ones_like(times_s), *terms]) / times_s[:, None]
+    solution, norm = nnls(matrix, np.ones_like(times_s))
+    return np.maximum(solution, [0.0, 1e-15, *[0.0] * (len(terms) - 1)]), float(norm**2)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
 
 from splittune.search.attempt import Attempt
 from splittune.search.balance import balanced_table
-from splittune.search.memory_model import Interval, MemoryModel
+from splittune.search.memory_model import MemoryModel
+from splittune.search.outlook import Outlook, expected_gain, fills_tiles, most_telling, part_within
 from splittune.search.table import (
     Floats,
     SplitTable,
@@ -22,7 +22,7 @@ from splittune.search.table import (
     open_rows,
     singles_table,
 )
-from splittune.search.time_model import StepTimes, TimeModel
+from splittune.search.time_model import TimeModel
 from splittune.split import BatchSplit, SplitSpace
 from splittune.units import format_bytes
 
@@ -35,10 +35,12 @@ BASELINE_GAIN = 0.05
 # Expected gain, relative, below which another trial is not worth its time; and the least in noise.
 LEAST_GAIN, NOISE_SHARE = 0.001, 0.15
 # Up to this many trials doubtful predictions are checked: those that could be off by so many deviations, and then gain.
-NUM_TRIALS_WELL_SPENT, CHECK_DEVIATIONS, CHECK_GAIN = 8, 3, 0.01
-# Kernels work on tiles, whose edges no line foresees: until a trial had a largest share that is a multiple of this, one is
-# given so much more hope.
-TILE, TILE_HOPE = 8, 0.2
+NUM_TRIALS_WELL_SPENT, CHECK_DEVIATIONS, CHECK_GAIN = 12, 4, 0.005
+# Until a trial had full tiles, whose edges no line foresees, splits that have them are given so much more hope.
+TILE_HOPE = 0.2
+# Where a trial took this much more memory than the model held possible, memory is not what the model knows: a split that it
+# cannot vouch for is tried if it is this likely to run, and could gain so much if it were off by so many deviations.
+VENTURE_MARGIN, VENTURE_CHANCE, VENTURE_GAIN, VENTURE_DEVIATIONS = 0.03, 0.5, 0.03, 2
 # A gain hoped for that is worth a trial that may keep too little headroom, or one of another split to learn from.
 HOPED_GAIN, MAX_TARGETS = 0.003, 20
 
@@ -51,33 +53,15 @@ class Proposal:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outlook:
-    """What the models say of each split in `table`."""
-
-    table: SplitTable
-    times: StepTimes
-    best_log_s: float
-    """Of the fastest split that fits, as the model sees it; infinite where none does."""
-    gain: Floats
-    """Expected, in logarithms of time."""
-    needed: Interval
-    limits: Floats
-    """(n,) what each device may hold and keep its headroom."""
-    chance: Floats
-    """From 0 to 1: how much of the interval keeps its headroom."""
-    is_harmless: NDArray[np.bool_]
-    """Cannot run out of memory, though it may turn out to keep too little headroom."""
-
-
 class Guide:
     """Proposes splits of `space` one after the other, from all attempts so far and from nothing else.
 
     The smallest even split comes first, then ever larger ones as far as the memory model vouches for them, until the
     even split at the fewest accumulation steps is measured: the baseline. Each of them teaches memory and time. Then the
     split with the largest expected gain, among those that cannot run out of memory, until none is expected to gain
-    anything; a split that would gain much but is not sure to fit is approached by others that tell. What trials are left
-    up to `NUM_TRIALS_WELL_SPENT` check the predictions most in doubt.
+    anything; a split that would gain much but is not sure to fit is approached by others that tell, and where memory is no
+    straight line and none tells, ventured if it is likely to run. What trials are left up to `NUM_TRIALS_WELL_SPENT` check
+    the predictions most in doubt.
 
     Args:
         space: the legal splits.
@@ -151,11 +135,12 @@ class Guide:
         return None
 
     def _tiny(self, attempts: Sequence[Attempt]) -> Proposal | None:
-        """Every split that is not sure to lack memory, smallest first."""
+        """Every split that is not sure to lack memory and likely to run, smallest first."""
         table = self._listed.where(open_rows(self._listed, attempts))
         if len(table):
-            least = self._memory.needed(table.steps, table.shards).least
-            table = table.where(np.asarray((least <= self._limits()).all(axis=1)))
+            needed = self._memory.needed(table.steps, table.shards)
+            may_fit = (needed.least <= self._limits()).all(axis=1)
+            table = table.where(may_fit & (needed.chance_below(self._memory.room_bytes) >= VENTURE_CHANCE))
         if not len(table):
             return None
         row = int(np.lexsort((table.micro_batch_sizes, table.shards.max(axis=1)))[0])
@@ -187,14 +172,15 @@ class Guide:
         row = int(worth.argmax())
         if outlook.chance[row] < 1 and worth[row] < HOPED_GAIN:
             row = int((worth * (outlook.chance == 1)).argmax())
-        detour = self._detour(outlook, attempts, at_least=max(2 * worth[row], HOPED_GAIN))
+        at_least = max(2 * worth[row], HOPED_GAIN)
+        detour = self._detour(outlook, attempts, at_least) or self._venture(outlook, attempts, at_least)
         if detour is not None:
             return detour
         if worth[row] > 0 and (np.isinf(outlook.best_log_s) or worth[row] >= max(LEAST_GAIN, NOISE_SHARE * time.noise)):
             return Proposal(split=outlook.table.split(row), reason=self._why(outlook, row))
         return self._check(outlook, attempts)
 
-    def _outlook(self, attempts: Sequence[Attempt], time: TimeModel) -> _Outlook | None:
+    def _outlook(self, attempts: Sequence[Attempt], time: TimeModel) -> Outlook | None:
         table = self._candidates(time)
         table = table.where(open_rows(table, attempts))
         if not len(table):
@@ -208,14 +194,14 @@ class Guide:
         # with nothing to compare with, everything gains, the fastest most
         reference = best if fitting else float(times.log_s.max()) + 1
         needed, limits = self._memory.needed(table.steps, table.shards), self._limits()
-        return _Outlook(
+        return Outlook(
             table=table,
             times=times,
             best_log_s=best,
-            gain=_expected_gain(reference - times.log_s, times.deviation),
+            gain=expected_gain(reference - times.log_s, times.deviation),
             needed=needed,
             limits=limits,
-            chance=_chance(needed, limits),
+            chance=part_within(needed, limits),
             is_harmless=(needed.most_squeezed <= self._memory.room_bytes).all(axis=1) & self._is_grown(table, attempts),
         )
 
@@ -239,37 +225,61 @@ class Guide:
         tables = [balanced_table(self.space, time.curves, largest_shares(b)) for b in ("most", "least")]
         return concatenate(self._evens, *tables)
 
-    def _detour(self, outlook: _Outlook, attempts: Sequence[Attempt], *, at_least: float) -> Proposal | None:
+    def _detour(self, outlook: Outlook, attempts: Sequence[Attempt], at_least: float) -> Proposal | None:
         """A split that tells whether a promising one fits, which is not sure enough of it to be tried."""
-        table, is_sure = outlook.table, outlook.is_harmless & (outlook.chance == 1)
+        table = outlook.table
         hoped = np.where(outlook.is_harmless, 0.0, outlook.gain * outlook.chance)
         for target in np.argsort(-hoped, kind="stable")[:MAX_TARGETS]:
             if hoped[target] <= at_least:
                 return None
             doubtful = np.flatnonzero(outlook.needed.most[target] > outlook.limits)
-            row = _most_telling(table, table.shards[target], doubtful, np.flatnonzero(is_sure), attempts)
+            row = most_telling(table, table.shards[target], doubtful, np.flatnonzero(outlook.is_sure), attempts)
             if row is not None:
                 wanted = table.split(int(target))
                 return Proposal(split=table.split(row), reason=f"tells whether {wanted} would fit")
         return None
 
-    def _check(self, outlook: _Outlook, attempts: Sequence[Attempt]) -> Proposal | None:
-        """With trials to spare, the split whose prediction is most in doubt, if it could still be the best."""
-        is_sure = outlook.is_harmless & (outlook.chance == 1)
-        if len(attempts) >= NUM_TRIALS_WELL_SPENT or not is_sure.any():
+    def _venture(self, outlook: Outlook, attempts: Sequence[Attempt], at_least: float) -> Proposal | None:
+        """Where memory is no straight line, a split that could gain much, and of which only its chances are known.
+
+        Never again after one ran out of memory.
+        """
+        has_failed = any(attempt.measurement.throughput is None for attempt in attempts[1:])
+        is_over = len(attempts) >= NUM_TRIALS_WELL_SPENT or np.isinf(outlook.best_log_s)
+        if self._memory.margin <= VENTURE_MARGIN or has_failed or is_over:
             return None
-        hope = outlook.best_log_s - outlook.times.log_s + CHECK_DEVIATIONS * outlook.times.deviation
-        ran = np.array([a.split.shard_sizes for a in attempts if a.measurement.throughput is not None], dtype=float)
-        hope += TILE_HOPE * (_fills_tiles(outlook.table.shards) & ~_fills_tiles(ran)[1:].any())
-        row = int(np.where(is_sure, hope, -np.inf).argmax())
+        runs, fits = (outlook.needed.chance_below(room) for room in (self._memory.room_bytes, outlook.limits))
+        hope = self._hope(outlook, attempts, VENTURE_DEVIATIONS) * np.sqrt(fits)
+        is_open = ~outlook.is_sure & (runs >= VENTURE_CHANCE) & self._is_grown(outlook.table, attempts)
+        row = int(np.where(is_open, hope, -np.inf).argmax())
+        if not is_open[row] or hope[row] < max(VENTURE_GAIN, at_least):
+            return None
+        chances = f"runs with a chance of {runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
+        throughput = f"predicted {self._throughput(outlook, row):,.0f} samples/s"
+        return Proposal(
+            split=outlook.table.split(row), reason=f"{throughput}; memory is no straight line here: {chances}"
+        )
+
+    def _check(self, outlook: Outlook, attempts: Sequence[Attempt]) -> Proposal | None:
+        """With trials to spare, the split whose prediction is most in doubt, if it could still be the best."""
+        if len(attempts) >= NUM_TRIALS_WELL_SPENT or not outlook.is_sure.any():
+            return None
+        hope = self._hope(outlook, attempts, CHECK_DEVIATIONS)
+        row = int(np.where(outlook.is_sure, hope, -np.inf).argmax())
         if hope[row] < CHECK_GAIN:
             return None
         doubt = f"{self._throughput(outlook, row):,.0f} samples/s, give or take {outlook.times.deviation[row]:.1%}"
         return Proposal(split=outlook.table.split(row), reason=f"to check what is in doubt: {doubt}")
 
+    def _hope(self, outlook: Outlook, attempts: Sequence[Attempt], deviations: float) -> Floats:
+        """(N,) what each split gains, in logarithms of time, if it is better than predicted by so many deviations."""
+        ran = np.array([a.split.shard_sizes for a in attempts if a.measurement.throughput is not None], dtype=float)
+        hope = outlook.best_log_s - outlook.times.log_s + deviations * outlook.times.deviation
+        return np.asarray(hope + TILE_HOPE * (fills_tiles(outlook.table.shards) & ~fills_tiles(ran)[1:].any()))
+
     # --- small things ------------------------------------------------------------------------------------------------
 
-    def _why(self, outlook: _Outlook, row: int) -> str:
+    def _why(self, outlook: Outlook, row: int) -> str:
         throughput, doubt = self._throughput(outlook, row), outlook.times.deviation[row]
         reason = f"predicted {throughput:,.0f} samples/s"
         if np.isfinite(outlook.best_log_s):
@@ -281,7 +291,7 @@ class Guide:
         most, limit = (format_bytes(float(b[device])) for b in (outlook.needed.most[row], outlook.limits))
         return f"{reason}; GPU {device} at most at {most} of {limit}"
 
-    def _throughput(self, outlook: _Outlook, row: int) -> float:
+    def _throughput(self, outlook: Outlook, row: int) -> float:
         return self.space.global_batch_size / float(np.exp(outlook.times.log_s[row]))
 
     def _limits(self) -> Floats:
@@ -290,54 +300,3 @@ class Guide:
     def _is_grown(self, table: SplitTable, attempts: Sequence[Attempt]) -> NDArray[np.bool_]:
         largest = max(max(a.split.shard_sizes) for a in attempts if a.measurement.throughput is not None)
         return np.asarray((table.shards <= MAX_GROWTH * max(1, largest)).all(axis=1))
-
-
-def _most_telling(
-    table: SplitTable,
-    wanted: Floats,
-    doubtful: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    attempts: Sequence[Attempt],
-) -> int | None:
-    """Of `rows` the one that tells most about the doubtful devices' memory with these shards, if it tells anything new."""
-    if not len(rows) or not len(doubtful):
-        return None
-    ran = [attempt.split.shard_sizes for attempt in attempts if attempt.measurement.throughput is not None]
-    measured = np.array(ran, dtype=float)
-    told = np.stack([_tells(table.shards[rows], wanted, int(device)) for device in doubtful]).min(axis=0)
-    told_so_far = min(float(_tells(measured, wanted, int(device)).max()) for device in doubtful)
-    return int(rows[told.argmax()]) if told.max() > told_so_far + 0.1 else None
-
-
-def _tells(shards: Floats, wanted: Floats, device: int) -> Floats:
-    """(N,) from 0 to 1: how near splits come to what is wanted of a device.
-
-    A replica's memory is about its share. GPU 0's is also about the micro-batch: the same part of it tells most, and a
-    large one.
-    """
-    if device > 0:
-        return np.asarray(np.minimum(shards[:, device] / max(wanted[device], 1), 1))
-    sizes, size = shards.sum(axis=1), wanted.sum()
-    apart = np.abs(shards[:, 0] / np.maximum(sizes, 1) - wanted[0] / size)
-    return np.asarray(np.clip(1 - 2 * apart, 0, 1) * 0.7 + 0.3 * np.minimum(sizes / size, 1))
-
-
-def _fills_tiles(shards: Floats) -> NDArray[np.bool_]:
-    """(N,) whether the largest share is a multiple of `TILE`, or of what power of two a smaller one can be."""
-    largest = shards.max(axis=1).astype(int)
-    tiles = np.minimum(TILE, 2 ** np.floor(np.log2(np.maximum(largest, 1))).astype(int))
-    return np.asarray(largest % tiles == 0)
-
-
-def _chance(needed: Interval, limits: Floats) -> Floats:
-    """(N,) how much of the interval lies within the limits, on the device where that is least."""
-    width = np.maximum(needed.most - needed.least, 1.0)
-    within = np.clip((limits - needed.least) / width, 0.0, 1.0).min(axis=1)
-    return np.asarray(np.where((needed.most <= limits).all(axis=1), 1.0, np.minimum(within, 0.999)))
-
-
-def _expected_gain(gains: Floats, deviations: Floats) -> Floats:
-    """Mean of ``max(0, gain)`` where the gain is normal with these means and deviations."""
-    deviations = np.maximum(deviations, 1e-9)
-    scaled = gains / deviations
-    return np.asarray(gains * norm.cdf(scaled) + deviations * norm.pdf(scaled))

@@ -21,10 +21,17 @@ LEAST_NOISE = 0.001
 # this much of a size (in logarithms) they share half of their deviation.
 PRIOR_MISFIT, LENGTH = 0.02, 0.35
 POOR_FIT = 0.05
+# Kernels may work on tiles of so many samples; what that must explain, as a logarithm of likelihood, to be believed as much
+# as that they do not.
+TILES, PRIOR_OF_TILES = (4, 8, 16, 32), 2.0
+# Without busy times cards whose memory differs may differ in speed, and nobody knows by how much.
+UNLIKE_MISFIT = 0.1
 # Without busy times: how fast GPU 0 may be beside the others, as the share of theirs that takes as long as its own; how
 # little the least noise is held to tell between ratios, and how much like the others it is held to be.
 GPU0_RATIOS = tuple(np.geomspace(1 / 3, 3, 7))
 MIXING_NOISE, PRIOR_OF_RATIO = 0.03, 0.5
+# A form believed less than this is forgotten.
+LEAST_WEIGHT = 0.01
 # The host's time for each card, as a share of the most that the trials leave for it.
 HOST_SHARES, HOST_GAIN = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0), 0.5
 # Cards of a kind are busy for the same time with the same share, to this and noise.
@@ -42,9 +49,10 @@ class StepTimes:
 class TimeModel:
     """Step time ``k x (c + omega m + h a + max(max_i t_i(s_i), g a)) + u + r (a - 1)``, over a cards taking part.
 
-    t_i is card i's `Curve`, from its busy times; cards of a kind share one. The host's thread needs g for each card. Where busy times are unknown one curve over
-    the largest share stands for all, with GPU 0's share counted at each of several ratios: those that agree with the
-    trials are averaged, and where they differ the prediction is in doubt. c, omega, h, u and r are fitted to whole steps
+    t_i is card i's `Curve`, from its busy times; cards of a kind share one. It may have steps at tiles of several sizes. The
+    host's thread needs g for each card. Where busy times are unknown one curve over the largest share stands for all, with
+    GPU 0's share counted at each of several ratios. The forms that agree with the trials are averaged, and where they
+    differ the prediction is in doubt. c, omega, h, u and r are fitted to whole steps
     by non-negative least squares on relative errors. What the form leaves is interpolated over (m, GPU 0's share, the
     largest other share), with a deviation that grows with the distance from what was measured: it vanishes where the
     form holds, and rules where it does not.
@@ -62,8 +70,9 @@ class TimeModel:
         self._tells_busy = all(run.device_busy_s is not None for run in self._runs)
         self._forms = self._fit_forms()
         self._left = self._log_measured - self._log_form(self._steps, self._shards)[0]
-        self._amplitude = max(PRIOR_MISFIT, self.misfit)
-        self._points = _features(self._shards)
+        self._kinds = self._kinds_of_others()
+        self._amplitude = max(PRIOR_MISFIT if len(self._kinds) < 2 else UNLIKE_MISFIT, self.misfit)
+        self._points = _features(self._shards, self._kinds)
         covariance = self._amplitude**2 * _alikeness(self._points, self._points)
         covariance += (self.noise**2 + 1e-8) * np.eye(len(self._runs))
         self._inverse = np.linalg.inv(covariance)
@@ -92,7 +101,7 @@ class TimeModel:
     def predict(self, steps: Floats, shards: Floats) -> StepTimes:
         """For N splits: `steps` (N,), `shards` (N, n)."""
         form, doubt = self._log_form(steps, shards)
-        near = self._amplitude**2 * _alikeness(_features(shards), self._points)
+        near = self._amplitude**2 * _alikeness(_features(shards, self._kinds), self._points)
         log_s = form + near @ self._inverse @ self._left
         variance = self._amplitude**2 - np.einsum("ij,jk,ik->i", near, self._inverse, near)
         deviation = np.sqrt(np.maximum(variance, 0.0) + doubt**2)
@@ -117,7 +126,13 @@ class TimeModel:
 
     def _fit_forms(self) -> list[_Form]:
         if self._tells_busy:
-            return [self._form_of(self._curves_of_busy_cards())]
+            plain = self._curves_of_busy_cards(1)
+            if all(curve.is_well_known(self.noise) for curve in plain):
+                return [self._form_of(plain)]
+            tiled = [self._curves_of_busy_cards(tile) for tile in TILES if tile <= self._shards.max()]
+            tiled = [curves for curves in tiled if any(curve.tile > 1 for curve in curves)]
+            forms = [(0.0, self._form_of(plain)), *((-PRIOR_OF_TILES, self._form_of(curves)) for curves in tiled)]
+            return self._weighed(forms)
         micro_steps = np.array([_typical_s(run) for run in self._runs])
         forms = []
         for ratio in GPU0_RATIOS if self._shards.shape[1] > 1 else (1.0,):
@@ -126,22 +141,32 @@ class TimeModel:
             curve = fit_curve((self._shards * ratios).max(axis=1), micro_steps, self.noise)
             assert curve is not None
             curves = (replace(curve, ratio=float(ratio)), *[curve] * (self._shards.shape[1] - 1))
-            form = self._form_of(curves)
-            left = np.log(form.step_s(self._steps, self._shards)) - self._log_measured + form.bend(self._shards)
-            likelihood = -float((left**2).sum()) / (2 * max(self.noise, MIXING_NOISE) ** 2)
-            forms.append((likelihood - PRIOR_OF_RATIO * np.log(ratio) ** 2, form))
-        best = max(score for score, _ in forms)
-        weights = np.exp([score - best for score, _ in forms])
-        return [replace(form, weight=float(w / weights.sum())) for w, (_, form) in zip(weights, forms, strict=True)]
+            forms.append((-PRIOR_OF_RATIO * float(np.log(ratio)) ** 2, self._form_of(curves)))
+        return self._weighed(forms)
 
-    def _curves_of_busy_cards(self) -> tuple[Curve, ...]:
+    def _weighed(self, forms: Sequence[tuple[float, _Form]]) -> list[_Form]:
+        """The forms, each with a logarithm of what it is believed beforehand, weighed by what of the trials they leave."""
+        scores = []
+        for prior, form in forms:
+            left = np.log(form.step_s(self._steps, self._shards)) - self._log_measured + form.bend(self._shards)
+            if self._tells_busy:
+                curves = {id(curve): curve for curve in form.curves}.values()
+                left = np.concatenate([left, *(curve.deviations for curve in curves)])
+            scores.append(prior - float((left**2).sum()) / (2 * max(self.noise, MIXING_NOISE) ** 2))
+        weights = np.exp(np.array(scores) - max(scores))
+        weights[weights < LEAST_WEIGHT * weights.sum()] = 0.0
+        weights /= weights.sum()
+        pairs = zip(weights, forms, strict=True)
+        return [replace(form, weight=float(weight)) for weight, (_, form) in pairs if weight]
+
+    def _curves_of_busy_cards(self, tile: int) -> tuple[Curve, ...]:
         busy = np.array([run.device_busy_s for run in self._runs], dtype=float)
         fitted: list[Curve | None] = [None] * busy.shape[1]
         for group in self._groups(busy):
             shares = np.concatenate([self._shards[:, i] for i in group])
             times = np.concatenate([busy[:, i] for i in group])
             worked = (shares > 0) & (times > 0)
-            curve = fit_curve(shares[worked], times[worked], self.noise)
+            curve = fit_curve(shares[worked], times[worked], self.noise, tile)
             for i in group:
                 fitted[i] = curve
         # a card that has had no share yet is hoped to be like one of its memory, or like the fastest
@@ -158,6 +183,12 @@ class TimeModel:
     def _totals(self) -> list[int]:
         """Bytes of memory in all, of each card; 0 where unknown."""
         return [memory.total_bytes for memory in self._runs[0].memory] or [0] * self._shards.shape[1]
+
+    def _kinds_of_others(self) -> list[list[int]]:
+        """The cards beside GPU 0 that no prediction tells apart: all, but without busy times those of one size of memory."""
+        others = range(1, self._shards.shape[1])
+        totals = [0] * self._shards.shape[1] if self._tells_busy else self._totals()
+        return [[i for i in others if totals[i] == total] for total in sorted({totals[i] for i in others})]
 
     def _groups(self, busy: Floats) -> list[list[int]]:
         """Cards in groups of one kind: of the same memory, and as busy as each other whenever their shares were alike."""
@@ -281,9 +312,9 @@ def _cost_rows(steps: Floats, shards: Floats) -> Floats:
     )
 
 
-def _features(shards: Floats) -> Floats:
-    others = shards[:, 1:].max(axis=1) if shards.shape[1] > 1 else np.zeros(len(shards))
-    return np.column_stack([np.log1p(shards.sum(axis=1)), np.log1p(shards[:, 0]), np.log1p(others)])
+def _features(shards: Floats, kinds: Sequence[Sequence[int]]) -> Floats:
+    others = [np.log1p(shards[:, kind].max(axis=1)) for kind in kinds]
+    return np.column_stack([np.log1p(shards.sum(axis=1)), np.log1p(shards[:, 0]), *others])
 
 
 def _alikeness(some: Floats, others: Floats) -> Floats:

@@ -66,13 +66,21 @@ def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int]) -> tuple[int, 
             f"{micro_batch_size - tuned} more than every device's share together. Send at most {tuned} samples at a time "
             "(SplitConfig.micro_batches cuts a batch accordingly), or tune for a larger batch."
         )
+    # A remainder above zero means the exact share lies below the tuned one, so rounding up never exceeds it.
+    return share_out(micro_batch_size, shard_sizes)
+
+
+def share_out(num_samples: int, shard_sizes: Sequence[int]) -> tuple[int, ...]:
+    """`num_samples`, however many, in the proportions of `shard_sizes`; `fit_shards` says how it is rounded.
+
+    ``share_out(5, (2, 4, 4))`` gives ``(1, 2, 2)``, ``share_out(30, (2, 4, 4))`` gives ``(6, 12, 12)``.
+    """
+    tuned = sum(shard_sizes)
     if tuned == 0:
         return tuple(shard_sizes)
-    fitted = [micro_batch_size * shard // tuned for shard in shard_sizes]
-    remainders = [micro_batch_size * shard % tuned for shard in shard_sizes]
-    missing = micro_batch_size - sum(fitted)
-    # A remainder above zero means the exact share lies below the tuned one, so rounding up never exceeds it.
-    by_remainder = sorted(range(len(fitted)), key=lambda device: (-remainders[device], -device))
-    for device in by_remainder[:missing]:
-        fitted[device] += 1
-    return tuple(fitted)
+    shares = [num_samples * shard // tuned for shard in shard_sizes]
+    remainders = [num_samples * shard % tuned for shard in shard_sizes]
+    by_remainder = sorted(range(len(shares)), key=lambda device: (-remainders[device], -device))
+    for device in by_remainder[: num_samples - sum(shares)]:
+        shares[device] += 1
+    return tuple(shares)

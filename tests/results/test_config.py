@@ -159,6 +159,8 @@ def test_lists_become_tuples_and_versions_are_copied() -> None:
         ({"step_time_s": "0.4"}, "step_time_s is '0.4'"),
         ({"seed": -1}, "seed is -1: expected an integer of at least 0"),
         ({"seed": True}, "seed is True"),
+        ({"eval_batch_size": 0}, "eval_batch_size is 0: expected an integer of at least 1"),
+        ({"eval_batch_size": 2.0}, "eval_batch_size is 2.0"),
         ({"is_modelled": 1}, "is_modelled is 1: expected True or False"),
         ({"is_modelled": False}, "expected is_modelled True for virtual devices, or virtual_spec None"),
         ({"virtual_spec": ""}, "virtual_spec is '': expected a string that is not empty"),
@@ -218,6 +220,7 @@ def configs(draw: st.DrawFn) -> SplitConfig:
         planned_peak_reserved_bytes=draw(st.just(()) | sizes.map(tuple)),
         virtual_spec=draw(st.none() | names),
         is_modelled=True,
+        eval_batch_size=draw(st.none() | st.integers(1, 2**40)),
         throughput=draw(figures),
         step_time_s=draw(figures),
         seed=draw(st.integers(0, 2**40)),
@@ -244,11 +247,23 @@ def test_the_file_is_json_for_people(tmp_path: Path) -> None:
     data = json.loads(text)
     assert text.startswith('{\n  "schema": 1,\n')
     assert text.endswith("}\n")
-    assert data["schema"] == SCHEMA == 1
+    assert "eval_batch_size" not in data
     assert data["split"] == {"global_batch_size": 64, "accumulation_steps": 4, "shard_sizes": [1, 5, 5, 5]}
     assert data["throughput_samples_per_s"] == 152.4
     assert data["step_time_s"] == 0.42
     assert data["devices"][3] == asdict(devices()[3])
+
+
+def test_a_file_is_written_in_the_oldest_schema_that_can_say_it(tmp_path: Path) -> None:
+    """Without an evaluation batch size any splittune reads the file; with one it says that it needs a newer one."""
+    for known, schema in ((None, 1), (512, SCHEMA)):
+        path = config(eval_batch_size=known).save(tmp_path / "split.json")
+        assert json.loads(path.read_text())["schema"] == schema
+        assert SplitConfig.load(path) == config(eval_batch_size=known)
+    with pytest.raises(ConfigError, match=r"the config has the unknown 'eval_batch_size'"):
+        SplitConfig.load(edited(tmp_path / "split.json", eval_batch_size=512))
+    with pytest.raises(ConfigError, match=r"the config lacks eval_batch_size"):
+        SplitConfig.load(edited(tmp_path / "split.json", schema=2))
 
 
 def test_saving_makes_folders_and_leaves_no_other_file(tmp_path: Path) -> None:
@@ -312,7 +327,7 @@ def test_a_folder_is_told_from_a_file(tmp_path: Path) -> None:
         ("", "no complete JSON: Expecting value at line 1, column 1, of 0 characters"),
         ("null", "expected an object with the keys schema,"),
         ("[1, 2]", "this JSON is [1, 2]: expected an object"),
-        ("{}", "schema is missing: expected an integer from 1 to 1. Is this a splittune config at all?"),
+        ("{}", "schema is missing: expected an integer from 1 to 2. Is this a splittune config at all?"),
         ('{"schema": 1}', "the config lacks created, versions, split"),
         ('{"schema": 1, "schema": 2}', "the keys 'schema' stand there twice"),
         ('{"schema": NaN}', "a number is NaN: expected finite numbers only"),
@@ -360,10 +375,12 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ({"min_headroom_bytes": 0}, "min_headroom_bytes is 0: expected a list"),
         ({"throughput_samples_per_s": -1}, "throughput is -1: expected a finite number above 0"),
         ({"created": None}, "created is None"),
-        ({"schema": 2}, "schema is 2, newer than this splittune reads: expected at most 1"),
-        ({"schema": 2, "versions": {"splittune": "9.1"}}, "written by splittune '9.1': upgrade splittune"),
-        ({"schema": 2, "versions": None}, "of a later version: upgrade splittune"),
-        ({"schema": 0}, "schema is 0: expected an integer from 1 to 1"),
+        ({"schema": 3}, "schema is 3, newer than this splittune reads: expected at most 2"),
+        ({"schema": 3, "versions": {"splittune": "9.1"}}, "written by splittune '9.1': upgrade splittune"),
+        ({"schema": 3, "versions": None}, "of a later version: upgrade splittune"),
+        ({"schema": 2, "eval_batch_size": 0}, "eval_batch_size is 0: expected an integer of at least 1"),
+        ({"schema": 2, "eval_batch_size": "512"}, "eval_batch_size is '512'"),
+        ({"schema": 0}, "schema is 0: expected an integer from 1 to 2"),
         ({"schema": "1"}, "schema is '1'"),
         ({"schema": True}, "schema is True"),
     ],

@@ -35,6 +35,7 @@ CONFIG = SplitConfig(
     throughput=152.4,
     step_time_s=0.42,
     seed=7,
+    eval_batch_size=96,
 )
 TEXT = config_to_text(CONFIG)
 MEASURED = ("throughput_samples_per_s", "step_time_s")

@@ -104,3 +104,33 @@ def test_a_ratio_stands_for_a_card_of_another_speed() -> None:
     slow = Curve(curve.floor_s, curve.slope_s, curve.knee, curve.shares, curve.deviations, ratio=2.0)
     assert at(slow, 0, 4) == pytest.approx([0, at(curve, 8)[0]])
     assert slow.doubt(np.array([4.0]))[0] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("tile", [4, 8, 32])
+def test_tiles_are_learned_from_a_few_shares(tile: int) -> None:
+    """Where part of a tile is paid like a whole one, shares never measured are foretold on both sides of its edges."""
+
+    def truth(share: float) -> float:
+        return 0.002 + 0.0005 * share + 0.001 * tile * np.ceil(share / tile)
+
+    shares = [1.0, float(tile), tile + 1.0, 2.5 * tile, 4.0 * tile]
+    curve = fit_curve(shares, [truth(s) for s in shares], NOISE, tile)
+    assert curve is not None
+    assert curve.tile == tile
+    wanted = [2 * tile, 2 * tile + 1, 3 * tile, 3 * tile + 1, 7 * tile]
+    assert at(curve, *wanted) == pytest.approx([truth(s) for s in wanted], rel=0.01)
+
+
+def test_tiles_that_explain_nothing_are_left_out() -> None:
+    """Of times on a line the curve with tiles is the line."""
+    curve = fit_curve([1.0, 3.0, 8.0, 11.0], [0.012, 0.016, 0.026, 0.032], NOISE, 8)
+    assert curve is not None
+    assert at(curve, 24, 25) == pytest.approx([0.058, 0.060], rel=0.01)
+
+
+def test_a_curve_is_well_known_when_shares_to_spare_lie_on_it() -> None:
+    """Three shares on a line may lie there by chance, four do not; and a share that is off is to be explained."""
+    line = {share: 0.01 + 0.002 * share for share in (1.0, 3.0, 8.0, 11.0)}
+    assert fitted(list(line), list(line.values())).is_well_known(NOISE)
+    assert not fitted(list(line)[:3], list(line.values())[:3]).is_well_known(NOISE)
+    assert not fitted(list(line), [*list(line.values())[:3], 0.036]).is_well_known(NOISE)

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.draw import draw
 from benchmarks.problems import CardTime, Problem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.attempt import Attempt, lacking_devices
 from splittune.search.guide import MAX_GROWTH, Guide, Proposal
 from splittune.split import BatchSplit
 from tests.search.truth import card_memory, even, job, rows, split
+
+AFFINE = [seed for seed in range(61_000, 61_030) if draw(seed).is_memory_affine and draw(seed).best_throughput]
 
 
 def attempt_of(problem: Problem, tried: BatchSplit, demands: tuple[int, ...]) -> Attempt:
@@ -168,3 +171,37 @@ def test_fewer_samples_than_cards_are_enough(B: int) -> None:
     problem = job(8, B=B)
     _, attempts = guided(problem)
     assert max(attempt.throughput for attempt in attempts) == pytest.approx(problem.best_throughput, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", [70_129, 70_235, 70_394])
+def test_where_memory_is_no_straight_line_a_likely_split_is_ventured(seed: int) -> None:
+    """The best of these is never vouched for, since a trial took more than the model held possible; it is tried all the same."""
+    problem = draw(seed)
+    assert not problem.is_memory_affine
+    assert problem.best_throughput is not None
+    proposals, attempts = guided(problem, most=12)
+    ventures = [place for place, one in enumerate(proposals) if "memory is no straight line here" in one.reason]
+    assert ventures
+    assert max(attempts[place].throughput for place in ventures) > 1.08 * max(
+        a.throughput for a in attempts[: ventures[0]]
+    )
+    best = max(problem.throughput(attempt.split) for attempt in attempts if attempt.fits)
+    assert best >= 0.95 * problem.best_throughput
+
+
+@pytest.mark.parametrize("seed", AFFINE)
+def test_where_memory_is_affine_nothing_is_ventured(seed: int) -> None:
+    """No prediction is exceeded there, so nothing is tried that memory is not known to allow."""
+    problem = draw(seed)
+    proposals, attempts = guided(problem, most=12)
+    assert not any("memory is no straight line here" in one.reason for one in proposals)
+    began = next(place for place, attempt in enumerate(attempts) if attempt.measurement.throughput is not None)
+    assert all(attempt.measurement.outcome is not Outcome.OUT_OF_MEMORY for attempt in attempts[began:])
+
+
+def test_of_a_tiny_space_what_would_run_out_of_memory_is_left_alone() -> None:
+    """Eleven sizes on one card that holds 12 samples: none that does not fit is tried once one ran."""
+    problem = job([card_memory(is_first=True, sample=100, total=2000)], B=32)
+    _, attempts = guided(problem)
+    assert len(attempts) > 3
+    assert all(attempt.measurement.outcome is not Outcome.OUT_OF_MEMORY for attempt in attempts)

@@ -321,3 +321,34 @@ def test_a_replica_that_never_had_a_share_is_taken_to_be_like_gpu0() -> None:
     told = interval(model, split(B, 8, 0, 8), split(B, 8, 8, 0))
     assert (told.most[0, 1] >= truth_of(problem, [split(B, 8, 0, 8)])[0, 1]).all()
     assert told.most[0, 1] <= told.most[1, 0] * 1.01
+
+
+GIB = float(1024**3)
+
+
+def triangle(least: float, likely: float, most: float, *others: float) -> Interval:
+    """Of one split on as many devices as there are triples, in GiB."""
+    columns = np.array([[least, likely, most], *np.array(others).reshape(-1, 3)]) * GIB
+    low, top, high = (column[None] for column in columns.T)
+    return Interval(least=low, likely=top, most=high, most_squeezed=high)
+
+
+@pytest.mark.parametrize(
+    ("limit", "chance"), [(7.9, 0), (8, 0), (8.5, 0.0625), (9, 0.25), (10, 2 / 3), (12, 1), (13, 1), (np.inf, 1)]
+)
+def test_the_chance_to_stay_below_is_that_of_a_triangle(limit: float, chance: float) -> None:
+    """From the least, where it is 0, to the most, where it is 1, steepest at the likeliest."""
+    assert triangle(8, 9, 12).chance_below(np.array([limit * GIB])) == pytest.approx([chance])
+
+
+def test_what_is_known_exactly_stays_below_or_does_not() -> None:
+    """An interval of one point has no chance between 0 and 1."""
+    exact = triangle(8, 8, 8)
+    assert exact.chance_below(np.array([8 * GIB])) == [1]
+    assert exact.chance_below(np.array([7.99 * GIB])) == [0]
+
+
+def test_the_device_with_the_least_chance_decides() -> None:
+    """All devices must stay below their limits."""
+    both = triangle(8, 9, 12, 1, 2, 3)
+    assert both.chance_below(np.array([20, 2]) * GIB) == pytest.approx([0.5])
