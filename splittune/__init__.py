@@ -19,6 +19,7 @@ from splittune.errors import (
     NvmlUnavailableError,
     SplittuneError,
     WindowError,
+    WorkerError,
 )
 from splittune.parallel import BalancedDataParallel, accumulate
 from splittune.profiling.measurement import Measurement, Outcome
@@ -47,6 +48,7 @@ __all__ = [
     "TuneResult",
     "Verification",
     "WindowError",
+    "WorkerError",
     "accumulate",
     "autotune",
     "verify",

@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from splittune.demo import DEMO_DEVICES, byte_gpt, train_under_config
-from splittune.errors import NoFeasibleSplitError, NvmlUnavailableError, SplittuneError
+from splittune.errors import NoFeasibleSplitError, NvmlUnavailableError, SplittuneError, WorkerError
 from splittune.hardware import resolve_hardware
 from splittune.hardware.cuda import count_visible_devices
 from splittune.hardware.nvml import Nvml
+from splittune.hardware.nvml_calls import NvmlDevice, NvmlInstance
 from splittune.hardware.virtual.catalog import GPUS
 from splittune.job_file import load_task
 from splittune.progress import (
@@ -41,7 +42,7 @@ from splittune.split import SplitSpace
 from splittune.tuner import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, SharesChoice, tune
 from splittune.units import GIB, format_bytes
 from splittune.verify import DEFAULT_NUM_STEPS, verify
-from splittune.worker import DEFAULT_TRIAL_TIMEOUT_S, WorkerError, WorkerRunner
+from splittune.worker import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunner
 
 EXIT_NO_FEASIBLE_SPLIT = EXIT_NOT_VERIFIED = 1
 EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 3, 130, 143
@@ -228,7 +229,7 @@ def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False) -> None
 
 @app.command()
 def devices() -> None:
-    """List this machine's GPUs as NVML sees them, and the virtual ones that can be planned with."""
+    """List this machine's GPUs and their MIG instances as NVML sees them, and the virtual ones that can be planned with."""
     try:
         with Nvml() as nvml:
             found = nvml.list_devices()
@@ -237,16 +238,17 @@ def devices() -> None:
         found = ()
     if found:
         table = Table("GPU", "UUID", "memory", "used", "held by", title="This machine (used: by all programs)")
-        for device in found:
-            held_by = "\n".join(
-                f"process {process.pid}: {'unknown' if process.used_bytes is None else format_bytes(process.used_bytes)}"
-                for process in device.processes or ()
-            )
-            memory = device.memory
-            total, used = (
-                ("unknown",) * 2 if memory is None else map(format_bytes, (memory.total_bytes, memory.used_bytes))
-            )
-            table.add_row(device.name, device.uuid, total, used, held_by or "nobody known")
+        for card in found:
+            listed: list[NvmlDevice | NvmlInstance] = [card, *(card.instances or ())]
+            for device in listed:
+                name = ("" if device is card else "  ") + (device.name or "unknown")
+                held_by, memory = "\n".join(map(str, device.processes or ())), device.memory
+                total, used = (
+                    ("unknown",) * 2 if memory is None else map(format_bytes, (memory.total_bytes, memory.used_bytes))
+                )
+                table.add_row(name, device.uuid or "unknown", total, used, held_by or "nobody known")
+            if card.instances is None:
+                table.add_row("  MIG instances", *("unknown",) * 4)
         console.print(table)
     table = Table(
         Column("name", no_wrap=True), "GiB", "GB/s", "float32 TFLOPS", "half TFLOPS",

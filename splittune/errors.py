@@ -5,6 +5,7 @@
     ├── NoFeasibleSplitError               every split tried lacked memory
     ├── ConfigError(ValueError)            unusable input: a job, a batch, a config file
     ├── WindowError                        an accumulation window that was misused
+    ├── WorkerError                        the process that runs the trials could not be kept alive
     └── DeviceError                        a device that is missing, repeated or unknown
         └── NvmlUnavailableError           NVML cannot be reached
 
@@ -32,6 +33,10 @@ class ConfigError(SplittuneError, ValueError):
 
 class WindowError(SplittuneError):
     """Gradients were used or changed while an accumulation window still held part of them on other devices."""
+
+
+class WorkerError(SplittuneError):
+    """The worker could not be kept alive; the message says how it ended. What was measured before is kept."""
 
 
 class DeviceError(SplittuneError):

@@ -15,7 +15,7 @@ from splittune.hardware import Device, DeviceMemory, Hardware
 from splittune.hardware.oom import is_sticky
 from splittune.interrupts import held_back
 from splittune.profiling.measurement import LossPlacement, Measurement
-from splittune.profiling.profiler import Profiler, _finish_backward
+from splittune.profiling.profiler import Profiler, finish_backward
 from splittune.split import BatchSplit
 from splittune.training import SampleBatch, Snapshot, TrainingTask, read_batches
 from splittune.training.loader_rate import measure_loader_rate, what_to_set
@@ -133,7 +133,7 @@ class Runner(Protocol):
 
 def free_leftovers(hardware: Hardware) -> None:
     """Free what a step left on the devices, one that failed too. Call it outside any except block."""
-    _finish_backward()
+    finish_backward()
     hardware.recover()
 
 

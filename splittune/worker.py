@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from splittune.errors import ConfigError, SplittuneError
+from splittune.errors import ConfigError, WorkerError
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
 from splittune.remote_error import rebuild_error
 from splittune.runner import Job
@@ -23,17 +23,13 @@ from splittune.worker_process import is_worker
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TRIAL_TIMEOUT_S = 300.0
+DEFAULT_TRIAL_TIMEOUT_S = 600.0
 # Building a job may mean reading a large model from a slow disk: the limit is there for what would never end.
 DEFAULT_START_TIMEOUT_S = 1800.0
 MAX_ENDS_IN_A_ROW = 3
 _EXPECTED = 'one without arguments that returns splittune.TrainingTask(model, loader, ...), or "FILE.py:FUNCTION"'
 
 JobSource = str | Callable[[], TrainingTask]
-
-
-class WorkerError(SplittuneError):
-    """The worker could not be kept alive; the message says how it ended. What was measured before is kept."""
 
 
 class WorkerRunner:
@@ -48,7 +44,8 @@ class WorkerRunner:
         job: ``"FILE.py:FUNCTION"``, or a module-level function without arguments; it returns a `TrainingTask`.
         devices: as `resolve_hardware` takes them.
         global_batch_size: in place of the task's own.
-        trial_timeout_s: how long a trial may take. Those in whole steps may take as many times that as they accumulate.
+        trial_timeout_s: how long a trial may take, with what of it is repeated and the anchor measured after it. Those in
+            whole steps may take as many times that as they accumulate.
         start_timeout_s: how long building the job may take.
 
     Raises:

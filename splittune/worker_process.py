@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from splittune.hardware import resolve_hardware
 from splittune.hardware.oom import is_sticky
 from splittune.job_file import load_task, load_task_from_module
+from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.profiling.profiler import Profiler
 from splittune.remote_error import describe_error
 from splittune.runner import LocalRunner
@@ -62,12 +63,12 @@ def main(handle: int, parent_pid: int) -> None:
     if order is None:
         return
     logging.basicConfig(level=order["log_level"], handlers=[_Forward(tuner)], force=True)
-    runner = _answer(tuner, lambda: _opened(order, tuner))
-    if runner is None:
+    trials = _answer(tuner, lambda: _opened(order, tuner))
+    if trials is None:
         return
     while (request := tuner.receive()) is not None:
         tuner.send("began")
-        _answer(tuner, lambda: _measured(runner, request, tuner))
+        _answer(tuner, lambda: tuner.send("measured", measurement=trials.run(**request).to_dict()))
 
 
 class _Tuner:
@@ -120,7 +121,7 @@ def _answer(tuner: _Tuner, act: Any) -> Any:
     return None
 
 
-def _opened(order: Mapping[str, Any], tuner: _Tuner) -> LocalRunner:
+def _opened(order: Mapping[str, Any], tuner: _Tuner) -> _Trials:
     hardware = resolve_hardware(order["devices"])
     job = order["job"]
     task = load_task(job["target"]) if "target" in job else load_task_from_module(job["module"], job["function"])
@@ -128,15 +129,37 @@ def _opened(order: Mapping[str, Any], tuner: _Tuner) -> LocalRunner:
         task = replace(task, global_batch_size=order["global_batch_size"])
     runner = LocalRunner(task, hardware)
     tuner.send("opened", job=runner.open(order["placements"]).to_dict())
-    return runner
+    return _Trials(runner)
 
 
-def _measured(runner: LocalRunner, request: Mapping[str, Any], tuner: _Tuner) -> None:
-    profiler: Profiler = runner.profiler(
-        min_headroom_bytes=request["min_headroom_bytes"], loss_placement=request["loss_placement"]
-    )
-    measure = profiler.measure_whole_steps if request["in_whole_steps"] else profiler.measure
-    tuner.send("measured", measurement=measure(BatchSplit(**request["split"])).to_dict())
+class _Trials:
+    """Runs the trials that are asked for, with one profiler for all that have the same demands.
+
+    A profiler compares a trial with those before: what other programs held, whether devices are warm, the fastest split.
+    As the tuner's own would, it lasts as long as the worker; what it knew is lost where a worker ends and is replaced.
+    """
+
+    def __init__(self, runner: LocalRunner) -> None:
+        self._runner = runner
+        self._profilers: dict[tuple[tuple[int, ...], LossPlacement], Profiler] = {}
+
+    def run(
+        self,
+        *,
+        split: Mapping[str, Any],
+        in_whole_steps: bool,
+        min_headroom_bytes: Sequence[int],
+        loss_placement: LossPlacement,
+    ) -> Measurement:
+        """What `split`, a `BatchSplit` as plain data, was measured as."""
+        demands = (tuple(min_headroom_bytes), loss_placement)
+        if demands not in self._profilers:
+            self._profilers[demands] = self._runner.profiler(
+                min_headroom_bytes=min_headroom_bytes, loss_placement=loss_placement
+            )
+        profiler = self._profilers[demands]
+        measure = profiler.measure_whole_steps if in_whole_steps else profiler.measure
+        return measure(BatchSplit(**split))
 
 
 def _end_with(parent_pid: int) -> None:

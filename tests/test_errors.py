@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import splittune
 from splittune import errors
 
 BRANCH = re.compile(r"^(?P<indent>[ │]*)[├└]── (?P<name>\w+)(?:\((?P<builtin>\w+)\))?")
@@ -33,6 +34,10 @@ def defined_exceptions() -> dict[str, type[BaseException]]:
     }
 
 
+def all_subclasses(error: type[BaseException]) -> list[type[BaseException]]:
+    return [below for each in error.__subclasses__() for below in (each, *all_subclasses(each))]
+
+
 def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
     """Every exception is drawn once, under its base, with the built-in it also is."""
     defined = {name: tuple(base.__name__ for base in error.__bases__) for name, error in defined_exceptions().items()}
@@ -46,6 +51,7 @@ def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
         ("ConfigError", ValueError),
         ("NvmlUnavailableError", errors.DeviceError),
         ("NoFeasibleSplitError", errors.SplittuneError),
+        ("WorkerError", errors.SplittuneError),
     ],
 )
 def test_errors_are_caught_as_what_they_mean(name: str, caught_as: type[BaseException]) -> None:
@@ -61,6 +67,15 @@ def test_every_error_is_a_splittune_error_that_says_what_it_means(name: str) -> 
     assert issubclass(error, errors.SplittuneError)
     assert error.__doc__
     assert error.__doc__.endswith(".")
+
+
+def test_every_error_is_exported() -> None:
+    """`splittune.ConfigError` is what a user catches: each exception of the tree is found there, and nowhere else is one made."""
+    for name, error in defined_exceptions().items():
+        assert getattr(splittune, name) is error
+        assert name in splittune.__all__
+    modules = {error.__module__ for error in all_subclasses(errors.SplittuneError)}
+    assert {module for module in modules if module.startswith("splittune.")} == {errors.__name__}
 
 
 def test_no_error_of_ours_is_an_out_of_memory_error() -> None:

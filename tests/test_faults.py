@@ -25,6 +25,8 @@ from splittune.tuner import autotune
 DEVICES = "3xRTX3090"
 SPLIT = BatchSplit(global_batch_size=14, accumulation_steps=2, shard_sizes=(2, 2, 3))
 MAX_SAMPLED = 60
+SMALL_DEVICES = "2xRTX3090"
+SMALL_SPLIT = BatchSplit(global_batch_size=14, accumulation_steps=2, shard_sizes=(4, 3))
 
 
 class MineError(Exception):
@@ -98,6 +100,14 @@ class Model(nn.Module):
         return self.last(torch.nn.functional.dropout(hidden, 0.1, self.training))
 
 
+class SmallModel(nn.Sequential):
+    """Two layers: so few allocations that each can fail in turn."""
+
+    def __init__(self, trap: Trap) -> None:
+        super().__init__(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.trap = trap
+
+
 class TrappedAdamW(torch.optim.AdamW):
     def __init__(self, parameters: Any, trap: Trap) -> None:
         self.trap = trap
@@ -125,10 +135,10 @@ class Loader:
 class Job:
     """A job that has trained for two steps and has gradients, with one trap in it."""
 
-    def __init__(self, trap: Trap) -> None:
+    def __init__(self, trap: Trap, make_model: Callable[[Trap], Any] = Model) -> None:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(3)
-        self.trap, self.model, self.loader = Trap(), Model(Trap()), Loader(Trap())
+        self.trap, self.model, self.loader = Trap(), make_model(Trap()), Loader(Trap())
         self.optimizer = TrappedAdamW(self.model.parameters(), self.trap)
         for step in range(3):
             self.loss_fn(self.model(self.loader.batches[0][0]), self.loader.batches[0][1]).backward()
@@ -200,10 +210,19 @@ def owned(monkeypatch):
     return refs
 
 
-def try_fault(trap: Trap, fault: str, expected: str, owned: list[weakref.ref], run: Callable[..., str]) -> Row:
+def try_fault(
+    trap: Trap,
+    fault: str,
+    expected: str,
+    owned: list[weakref.ref],
+    run: Callable[..., str],
+    *,
+    make_model: Callable[[Trap], Any] = Model,
+    devices: str = DEVICES,
+) -> Row:
     """Build the job, let it fail once, and look at what is left."""
     owned.clear()
-    job, hardware = Job(trap), resolve_hardware(DEVICES)
+    job, hardware = Job(trap, make_model), resolve_hardware(devices)
     assert isinstance(hardware, VirtualHardware)
     found = job.fingerprint()
     try:
@@ -227,13 +246,17 @@ def try_fault(trap: Trap, fault: str, expected: str, owned: list[weakref.ref], r
     )
 
 
-def profile(job: Job, hardware: VirtualHardware) -> str:
+def profile_small(job: Job, hardware: VirtualHardware) -> str:
+    return profile(job, hardware, SMALL_SPLIT)
+
+
+def profile(job: Job, hardware: VirtualHardware, split: BatchSplit = SPLIT) -> str:
     """One trial, as the tuner runs it; how it ended."""
     snapshot = Snapshot(job.model, job.optimizer, job.loader)
     try:
         task = TrainingTask(job.model, job.loader, loss_fn=job.loss_fn, optimizer=job.optimizer)
         profiler = Profiler(task, hardware, read_batches(job.loader), snapshot)
-        return profiler.measure(SPLIT).outcome.value
+        return profiler.measure(split).outcome.value
     finally:
         snapshot.restore()
         snapshot.restore_gradients()
@@ -287,6 +310,31 @@ def test_running_out_of_memory_at_any_allocation_is_an_outcome(owned, tried):
         rows.append(row._replace(place="allocator"))
     assert_all_passed(rows)
     tried("out of memory", f"in a trial, at {MAX_SAMPLED} allocations spread over it", "OUT_OF_MEMORY", CHECKED)
+
+
+def test_running_out_of_memory_at_every_allocation_of_a_small_job_is_an_outcome(owned, tried):
+    """Two layers, AdamW, two micro-batches, two cards: each allocation of a trial fails in turn, none left out."""
+    with pytest.MonkeyPatch.context() as patch:
+        count = count_allocations(patch)
+        assert profile_small(Job(Trap(), SmallModel), resolve_hardware(SMALL_DEVICES)) == Outcome.OK.value
+    num_allocations, rows = count[0], []
+    assert num_allocations > 100
+    for index in range(num_allocations):
+        with pytest.MonkeyPatch.context() as patch:
+            count = count_allocations(patch, fails_at=index)
+            row = try_fault(
+                Trap(),
+                f"allocation {index}",
+                Outcome.OUT_OF_MEMORY.value,
+                owned,
+                profile_small,
+                make_model=SmallModel,
+                devices=SMALL_DEVICES,
+            )
+        assert count[0] > index
+        rows.append(row._replace(place="allocator"))
+    assert_all_passed(rows)
+    tried("out of memory", "in a trial of a small job, at every allocation", "OUT_OF_MEMORY", CHECKED)
 
 
 @pytest.mark.parametrize("place", ["forward", "loss_fn", "backward", "optimizer"])

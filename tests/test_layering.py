@@ -7,6 +7,7 @@ of splittune to be importable.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +182,17 @@ def test_everything_in_the_house_has_a_floor() -> None:
     placed = {room for floor in FLOORS for room in floor}
     unplaced = sorted(rooms - placed)
     assert not unplaced, f"place {', '.join(unplaced)} in FLOORS of this test."
+
+
+def test_nobody_imports_a_neighbours_private_name() -> None:
+    """What a module uses of another one has a public name, and with it a contract."""
+    private = [
+        f"{module}:{line} imports {name}"
+        for module, path in modules().items()
+        for line, name in imports_of(ast.parse(path.read_text(encoding="utf-8")), module)
+        if is_within(name, (SURFACE,)) and any(re.match(r"_[^_]", part) for part in name.split("."))
+    ]
+    assert not private, "\n".join(private)
 
 
 def test_the_walk_sees_the_house() -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from splittune import BatchSplit, ConfigError, Measurement, Outcome, autotune
+from splittune import BatchSplit, ConfigError, Measurement, Outcome, WorkerError, autotune, worker_link
 from splittune.hardware import resolve_hardware
 from splittune.job_file import load_task
 from splittune.progress import SilentReporter
@@ -27,7 +27,8 @@ from splittune.remote_error import RaisedInWorkerError, describe_error, rebuild_
 from splittune.runner import Job, LocalRunner
 from splittune.search import Trial
 from splittune.tuner import SearchOptions, tune
-from splittune.worker import MAX_ENDS_IN_A_ROW, WorkerError, WorkerRunner
+from splittune.units import GIB
+from splittune.worker import MAX_ENDS_IN_A_ROW, WorkerRunner
 
 Tried = Callable[[str, str, str, str], None]
 
@@ -117,6 +118,25 @@ def make_task():
     result = autotune(make_task, devices="2xT400-4GB", isolation="process", max_trials=1)
     print("tuned", result.config.split)
 """
+# A worker whose devices are scripted. The second trial is disturbed, and so there are three until every step is slow.
+CHANGING_DEVICES = """
+import itertools
+from splittune import worker_process
+from splittune.units import GIB
+from tests.profiling.fake_hardware import FakeHardware
+
+class Changing(FakeHardware):
+    num_trials = 0
+
+    def wrap(self, model, split, **options):
+        self.num_trials += 1
+        if self.num_trials == 2:
+            self.others_hold[1] += 2 * GIB
+        return super().wrap(model, split, **options)
+
+hardware = Changing(durations_s=(1.0 if hardware.num_trials <= 3 else 10.0 for _ in itertools.count()))
+worker_process.resolve_hardware = lambda devices: hardware
+"""
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +214,35 @@ def test_a_worker_finds_what_this_process_finds(folder: Path, capfd: pytest.Capt
     here.save("here")
     for name in ("trials.csv", "devices.csv"):
         assert Path("in_worker", name).read_bytes() == Path("here", name).read_bytes()
+
+
+def test_a_worker_remembers_the_trials_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others take in mid-trial is noticed there, and a split much slower than an earlier one is cut short."""
+    code = worker_link._PROGRAM.replace("from splittune", f"exec({CHANGING_DEVICES!r}, {{}}); from splittune")
+    monkeypatch.setattr(worker_link, "_PROGRAM", code)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    runner = WorkerRunner("job.py:make_task")
+    profiler = runner.profiler(min_headroom_bytes=(0, 0), loss_placement="output")
+    try:
+        runner.open(["output"])
+        first, disturbed, slow = (profiler.measure(split_of(4, 4)) for _ in range(3))
+    finally:
+        runner.close()
+    assert (first.outcome, first.notes) == (Outcome.OK, ())
+    assert disturbed.notes == ("Measured again: other programs took 2.00 GiB on device 1 during the trial.",)
+    assert slow.notes == ("Cut short after one round: its step takes 10.00 times that of the fastest trial.",)
+
+
+def test_each_trial_in_a_worker_is_judged_by_its_own_demands(deadly: WorkerRunner) -> None:
+    """The headroom asked for and where the loss is computed are those of the request, whatever came before."""
+    outcomes, placements = [], []
+    for headroom_bytes, placement in [(0, "output"), (4 * GIB, "output"), (0, "replica"), (0, "output")]:
+        profiler = deadly.profiler(min_headroom_bytes=(headroom_bytes, 0), loss_placement=placement)  # type: ignore[arg-type]
+        measured = profiler.measure(split_of(1, 1))
+        outcomes.append(measured.outcome)
+        placements.append(measured.loss_placement)
+    assert outcomes == [Outcome.OK, Outcome.NO_HEADROOM, Outcome.OK, Outcome.OK]
+    assert placements == ["output", "output", "replica", "output"]
 
 
 def test_a_function_of_the_script_that_is_run_is_found(folder: Path) -> None:

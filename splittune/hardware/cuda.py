@@ -88,7 +88,7 @@ class CudaHardware:
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         """The module to train with: `model` moved to device 0, in place, and wrapped for this split.
 
-        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`.
+        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`.
 
         Raises:
             DeviceError: the split is for another number of devices.

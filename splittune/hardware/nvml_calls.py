@@ -8,6 +8,7 @@ from typing import Any
 
 from splittune.errors import NvmlUnavailableError
 from splittune.hardware.base import DeviceConditions
+from splittune.units import format_bytes
 
 # The bits of NVML's clock event reasons that slow a busy GPU down. Left out: idle (0x1), clocks that somebody set
 # (0x2, 0x100), and GPUs that boost together (0x10), all of which are as they should be.
@@ -48,6 +49,22 @@ class NvmlProcess:
     used_bytes: int | None
     """None where the driver does not tell, as in containers and under Windows."""
 
+    def __str__(self) -> str:
+        """``"process 4711: 1.50 GiB"``."""
+        return f"process {self.pid}: {'unknown' if self.used_bytes is None else format_bytes(self.used_bytes)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmlInstance:
+    """A part of a card that MIG divides. Whatever the driver does not tell is None."""
+
+    name: str | None
+    """``"NVIDIA A100-SXM4-40GB MIG 1g.5gb"``: the card's, and the part's size."""
+    uuid: str | None
+    """``"MIG-..."``, as CUDA_VISIBLE_DEVICES takes it."""
+    memory: NvmlMemory | None
+    processes: tuple[NvmlProcess, ...] | None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlDevice:
@@ -61,6 +78,8 @@ class NvmlDevice:
     """None where the driver keeps no figures of its own, as on GPUs that share the host's memory."""
     processes: tuple[NvmlProcess, ...] | None
     """None where the driver does not tell."""
+    instances: tuple[NvmlInstance, ...] | None = ()
+    """Those that MIG has made of it and this user may see: none where MIG is off, None where the driver does not tell."""
 
 
 def find_handle(pynvml: Any, uuid: str | None, pci_bus_id: str | None) -> Any:
@@ -94,15 +113,19 @@ def _spellings(uuid: str | None) -> tuple[str, ...]:
 
 def _refuse_divided(pynvml: Any, handle: Any, asked_for: str) -> None:
     """Of a card that MIG divides this process sees a part, and the figures of the whole would mislead."""
-    try:
-        mode, _ = pynvml.nvmlDeviceGetMigMode(handle)
-    except pynvml.NVMLError:  # an instance, a card that cannot be divided, or a driver older than MIG
-        return
-    if mode == pynvml.NVML_DEVICE_MIG_ENABLE:
+    if _is_divided(pynvml, handle):
         raise NvmlUnavailableError(
             f"the GPU {asked_for} is divided by MIG and NVML does not find this process's part of it by UUID; "
             "expected an instance whose UUID `nvidia-smi -L` lists. Name it in CUDA_VISIBLE_DEVICES as MIG-<uuid>."
         )
+
+
+def _is_divided(pynvml: Any, handle: Any) -> bool:
+    try:
+        mode, _ = pynvml.nvmlDeviceGetMigMode(handle)
+    except pynvml.NVMLError:  # an instance, a card that cannot be divided, or a driver older than MIG
+        return False
+    return bool(mode == pynvml.NVML_DEVICE_MIG_ENABLE)
 
 
 def read_memory(pynvml: Any, handle: Any) -> NvmlMemory:
@@ -145,19 +168,47 @@ def read_conditions(pynvml: Any, handle: Any) -> DeviceConditions:
 
 
 def describe(pynvml: Any, handle: Any) -> NvmlDevice:
-    """Name, ids, memory and programs of a GPU."""
-    memory = processes = None
+    """Name, ids, memory, programs and MIG instances of a GPU."""
+    memory = processes = instances = None
     with suppress(pynvml.NVMLError):  # one card without figures must not hide the others
         memory = read_memory(pynvml, handle)
     with suppress(pynvml.NVMLError):
         processes = read_processes(pynvml, handle)
+    with suppress(pynvml.NVMLError):
+        instances = _instances(pynvml, handle)
     return NvmlDevice(
         name=_text(pynvml.nvmlDeviceGetName(handle)),
         uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
         pci_bus_id=_text(pynvml.nvmlDeviceGetPciInfo(handle).busId),
         memory=memory,
         processes=processes,
+        instances=instances,
     )
+
+
+def _instances(pynvml: Any, handle: Any) -> tuple[NvmlInstance, ...]:
+    """The MIG instances of a card; they stand in numbered slots, some of which are free."""
+    if not _is_divided(pynvml, handle):
+        return ()
+    found = []
+    for slot in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        # free, or somebody else's
+        with suppress(pynvml.NVMLError_NotFound, pynvml.NVMLError_NoPermission):
+            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot))
+    return tuple(_describe_instance(pynvml, instance) for instance in found)
+
+
+def _describe_instance(pynvml: Any, handle: Any) -> NvmlInstance:
+    name = uuid = memory = processes = None
+    with suppress(pynvml.NVMLError):
+        name = _text(pynvml.nvmlDeviceGetName(handle))
+    with suppress(pynvml.NVMLError):
+        uuid = _text(pynvml.nvmlDeviceGetUUID(handle))
+    with suppress(pynvml.NVMLError):
+        memory = read_memory(pynvml, handle)
+    with suppress(pynvml.NVMLError):
+        processes = read_processes(pynvml, handle)
+    return NvmlInstance(name=name, uuid=uuid, memory=memory, processes=processes)
 
 
 def _running(pynvml: Any, handle: Any, name: str) -> list[Any] | None:

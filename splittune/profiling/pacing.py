@@ -44,6 +44,10 @@ class Pacer:
         if measurement.outcome is Outcome.OK and step_s is not None:
             self._fastest_s = step_s if self._fastest_s is None else min(self._fastest_s, step_s)
 
+    def start_anew(self, measurement: Measurement) -> None:
+        """The devices' speed has changed: what follows is compared with the fastest as it is now."""
+        self._fastest_s = measurement.step_time_s
+
     def run_rounds(self, step: TrainingStep, recorder: Recorder) -> None:
         """Micro-steps and updates, timed apart."""
         # The first micro-step of a step copies the parameters out, the last one brings the gradients home, and those

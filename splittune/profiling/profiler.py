@@ -11,6 +11,7 @@ import torch
 
 from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory, is_sticky
+from splittune.profiling.drift import DriftWatch
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
 from splittune.profiling.pacing import Pacer
 from splittune.profiling.recorder import Recorder
@@ -32,7 +33,8 @@ class Profiler:
     and passes through untouched.
 
     On real devices a trial during which other programs took or gave back memory, or a device was throttled, is run once
-    more, and the second counts; its notes say so. After a CUDA error that leaves the process without its devices nothing
+    more, and the second counts; its notes say so. Every few trials the fastest split is measured again, and a change of its
+    time is noted. After a CUDA error that leaves the process without its devices nothing
     of them is touched any more: what is on the host is put back, and the error passes through with a note.
 
     Args:
@@ -59,16 +61,28 @@ class Profiler:
         self._loss_placement = loss_placement
         self._pacer = Pacer(is_modelled=hardware.is_modelled)
         self._watch = DeviceWatch(hardware)
+        self._drift = DriftWatch(is_modelled=hardware.is_modelled)
 
     def measure(self, split: BatchSplit) -> Measurement:
         """Micro-steps and updates of `split`, timed apart, in rounds that end with an update."""
         measurement = self._trial(split, self._pacer.run_rounds)
         self._pacer.remember(measurement)
-        return measurement
+        anchor = self._drift.due_after(measurement)
+        return measurement if anchor is None else self._with_drift(measurement, anchor)
 
     def measure_whole_steps(self, split: BatchSplit) -> Measurement:
         """Complete optimizer steps of `split`, every micro-batch included: what training will do."""
         return self._trial(split, self._pacer.run_whole_steps)
+
+    def _with_drift(self, measurement: Measurement, anchor: BatchSplit) -> Measurement:
+        """The measurement, with a note where the anchor shows that the devices are not as fast as they were."""
+        again = self._trial(anchor, self._pacer.run_rounds)
+        note = self._drift.compare(again)
+        if note is None:
+            return measurement
+        logger.warning(note)
+        self._pacer.start_anew(again)
+        return replace(measurement, notes=(*measurement.notes, note))
 
     def _trial(self, split: BatchSplit, run: _Run) -> Measurement:
         notes = self._watch.before_trial()
@@ -124,7 +138,7 @@ class Profiler:
         """Empty the devices and put the job back; of devices that are not usable any more, touch nothing."""
         try:
             if is_usable:
-                _finish_backward()
+                finish_backward()
                 self._hardware.recover()
         except RuntimeError as error:  # a kernel's own error may show only now
             is_usable = not is_sticky(error)
@@ -160,7 +174,7 @@ class _Course:
     is_throttled: bool = False
 
 
-def _finish_backward() -> None:
+def finish_backward() -> None:
     """Have autograd drop what is left of a backward pass that failed: it does so at the next one of this thread."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()

@@ -228,12 +228,13 @@ class Guide:
     def _detour(self, outlook: Outlook, attempts: Sequence[Attempt], at_least: float) -> Proposal | None:
         """A split that tells whether a promising one fits, which is not sure enough of it to be tried."""
         table = outlook.table
+        may_tell = outlook.is_harmless & (outlook.chance >= VENTURE_CHANCE)
         hoped = np.where(outlook.is_harmless, 0.0, outlook.gain * outlook.chance)
         for target in np.argsort(-hoped, kind="stable")[:MAX_TARGETS]:
             if hoped[target] <= at_least:
                 return None
             doubtful = np.flatnonzero(outlook.needed.most[target] > outlook.limits)
-            row = most_telling(table, table.shards[target], doubtful, np.flatnonzero(outlook.is_sure), attempts)
+            row = most_telling(table, table.shards[target], doubtful, np.flatnonzero(may_tell), attempts)
             if row is not None:
                 wanted = table.split(int(target))
                 return Proposal(split=table.split(row), reason=f"tells whether {wanted} would fit")

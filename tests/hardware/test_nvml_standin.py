@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import importlib.util
 import logging
@@ -19,7 +20,7 @@ from splittune.errors import NvmlUnavailableError
 from splittune.hardware.base import DeviceConditions
 from splittune.hardware.cuda import CudaHardware
 from splittune.hardware.nvml import Nvml
-from splittune.hardware.nvml_calls import NvmlDevice, NvmlMemory, NvmlProcess
+from splittune.hardware.nvml_calls import NvmlDevice, NvmlInstance, NvmlMemory, NvmlProcess
 from splittune.units import GIB, MIB
 from tests.hardware.fake_cuda import FakeCard, FakeCuda
 from tests.hardware.nvml_standin.standin import (
@@ -111,13 +112,13 @@ def torch_cards(monkeypatch):
     return put
 
 
-def run_python(standin: Standin, code: str) -> tuple[subprocess.CompletedProcess, float]:
+def run_python(standin: Standin, code: str, *arguments: str) -> tuple[subprocess.CompletedProcess, float]:
     """The outcome of a program of its own that finds the stand-in as it would the driver's library, and its seconds."""
     before = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         cwd=Path(__file__).parents[2],
-        env=os.environ | {"LD_LIBRARY_PATH": str(standin.path.parent)},
+        env=os.environ | {"LD_LIBRARY_PATH": str(standin.path.parent), "COLUMNS": "160"},
         capture_output=True,
         text=True,
         timeout=100,
@@ -327,6 +328,93 @@ def test_every_card_is_listed(driver):
         processes=(NvmlProcess(pid=7, used_bytes=None),),
     )
     assert (second.name, second.uuid) == ("NVIDIA A100-SXM4-40GB", DIVIDED.uuid)
+
+
+def listed_by_the_command(standin: Standin) -> str:
+    """What `splittune devices` prints over the stand-in, on a wide terminal."""
+    done, _ = run_python(standin, "from splittune.cli import main; main()", "devices")
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_instances_of_a_divided_card_are_listed_below_it(driver):
+    """Each MIG instance has its name, UUID, memory and programs, though slots between them are free; other cards have none."""
+    standin = driver(DIVIDED, CARDS[1])
+    with Nvml() as nvml:
+        divided, whole = nvml.list_devices()
+    name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    assert divided.instances == (
+        NvmlInstance(
+            name=name,
+            uuid="MIG-other",
+            memory=NvmlMemory(total_bytes=5 * GIB, free_bytes=1 * GIB),
+            processes=(NvmlProcess(pid=8, used_bytes=1 * GIB),),
+        ),
+        NvmlInstance(
+            name=name,
+            uuid=INSTANCE,
+            memory=NvmlMemory(total_bytes=5 * GIB, free_bytes=4 * GIB),
+            processes=(NvmlProcess(pid=7, used_bytes=1 * GIB),),
+        ),
+    )
+    assert whole.instances == ()
+    lines = [line for line in listed_by_the_command(standin).splitlines() if "NVIDIA" in line]
+    assert [[cell.rstrip() for cell in line.strip("│").split("│")] for line in lines] == [
+        [" NVIDIA A100-SXM4-40GB", f" {DIVIDED.uuid}", " 40.00 GiB", " 30.00 GiB", " nobody known"],
+        [f"   {name}", " MIG-other", " 5.00 GiB", " 4.00 GiB", " process 8: 1.00 GiB"],
+        [f"   {name}", f" {INSTANCE}", " 5.00 GiB", " 1.00 GiB", " process 7: 1.00 GiB"],
+        [" NVIDIA GeForce RTX 3090", f" {UUIDS[1]}", " 24.00 GiB", " 5.00 GiB", " nobody known"],
+    ]
+
+
+def test_mig_that_is_switched_off_has_no_instances(driver):
+    """A card that could be divided and is not is listed as any other."""
+    driver(dataclasses.replace(DIVIDED, mig=0, instances=()))
+    with Nvml() as nvml:
+        assert [device.instances for device in nvml.list_devices()] == [()]
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "lacking"),
+    [
+        ("nvmlDeviceGetMigMode", UNKNOWN, ()),
+        ("nvmlDeviceGetMaxMigDeviceCount", UNKNOWN, None),
+        ("nvmlDeviceGetMigDeviceHandleByIndex", GPU_IS_LOST, None),
+        ("nvmlDeviceGetMigDeviceHandleByIndex", NO_PERMISSION, ()),
+        ("nvmlDeviceGetMemoryInfo", UNKNOWN, "memory"),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", NO_PERMISSION, "processes"),
+    ],
+)
+def test_what_is_not_told_of_instances_hides_no_card(driver, call, code, lacking):
+    """Each call that fails leaves the rest of the listing: the card, and of its instances what was told."""
+    standin = driver(DIVIDED, trouble=(f"fail {call} {code}",))
+    with Nvml() as nvml:
+        (card,) = nvml.list_devices()
+    assert card.uuid == DIVIDED.uuid
+    if isinstance(lacking, str):
+        assert [instance.uuid for instance in card.instances] == ["MIG-other", INSTANCE]
+        assert [getattr(instance, lacking) for instance in card.instances] == [None, None]
+    else:
+        assert card.instances == lacking
+    printed = listed_by_the_command(standin)
+    assert DIVIDED.uuid in printed
+    assert ("MIG instances" in printed) is (lacking is None)
+
+
+def test_a_driver_that_dies_at_any_call_of_a_listing_is_our_error(driver):
+    """At each call in turn the listing is NvmlUnavailableError, or complete but for what was not told any more."""
+    standin = driver(DIVIDED, CARDS[1])
+    with Nvml() as nvml:
+        nvml.list_devices()
+    num_unavailable = 0
+    for number in range(len(standin.calls())):
+        driver(DIVIDED, CARDS[1], trouble=(f"die {number}",))
+        with Nvml() as nvml:
+            try:
+                assert [card.uuid for card in nvml.list_devices()] == [DIVIDED.uuid, UUIDS[1]]
+            except NvmlUnavailableError:
+                num_unavailable += 1
+    assert num_unavailable > 0
 
 
 def test_the_driver_says_its_version(driver):

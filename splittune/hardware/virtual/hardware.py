@@ -83,7 +83,7 @@ class VirtualHardware:
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         """`model`, on the CPU, wrapped for `split`; its parameters and buffers belong to virtual GPU 0.
 
-        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`.
+        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`.
         """
         if split.num_devices != len(self.gpus):
             raise DeviceError(f"the split {split} is for {split.num_devices} devices, and there are {len(self.gpus)}.")

@@ -289,6 +289,31 @@ int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending)
     return SUCCESS;
 }
 
+/* As on an A100, there is room for seven. Instances come and go, so that slots between them are free: every other one. */
+int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned *count)
+{
+    ENTER_DEVICE(nvmlDeviceGetMaxMigDeviceCount)
+    *count = device->mig == NOT_TOLD ? 0 : 7;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned index, void **instance)
+{
+    ENTER_DEVICE(nvmlDeviceGetMigDeviceHandleByIndex)
+    int card = (int)(device - state.devices);
+    if (device->mig != 1)
+        return NOT_SUPPORTED;
+    for (int place = 0, slot = 0; place < state.num_devices; place++)
+        if (state.devices[place].parent == card) {
+            if (slot == (int)index) {
+                *instance = handle_of(place);
+                return SUCCESS;
+            }
+            slot += 2;
+        }
+    return NOT_FOUND;
+}
+
 int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *handle, void **card)
 {
     ENTER_DEVICE(nvmlDeviceGetDeviceHandleFromMigDeviceHandle)

@@ -1,0 +1,57 @@
+"""Whether the devices are still as fast as they were: an anchor split, measured again every few trials."""
+
+from __future__ import annotations
+
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.split import BatchSplit
+
+NUM_TRIALS_BETWEEN = 4
+# Step times of one split repeat to this, on cards that neither warm up nor share their power with others.
+USUAL_CHANGE = 0.03
+
+
+class DriftWatch:
+    """Keeps the fastest split so far as the anchor, and says when to measure it again and what that shows.
+
+    Trials are compared over minutes, in which cards warm up, lower their clocks, or get busy with something else. The same
+    split measured then and now tells that apart from what splits differ by. Worked: an anchor of 100 ms that takes 106 ms
+    four trials later, each known to 1 %, has become 6 % slower; at 102 ms it has not changed. A modelled clock does not drift.
+    """
+
+    def __init__(self, *, is_modelled: bool) -> None:
+        self._is_modelled = is_modelled
+        self._anchor: Measurement | None = None
+        self._num_trials = 0
+        """Since the anchor was last measured."""
+
+    def due_after(self, measurement: Measurement) -> BatchSplit | None:
+        """The split to measure again, now that this trial has ended; None most of the time."""
+        if self._is_modelled:
+            return None
+        step_s = measurement.step_time_s
+        self._num_trials += 1
+        if measurement.outcome is Outcome.OK and step_s is not None:
+            fastest_s = None if self._anchor is None else self._anchor.step_time_s
+            if fastest_s is None or step_s < fastest_s:
+                self._anchor, self._num_trials = measurement, 0
+        if self._anchor is None or self._num_trials < NUM_TRIALS_BETWEEN:
+            return None
+        self._num_trials = 0
+        return self._anchor.split
+
+    def compare(self, again: Measurement) -> str | None:
+        """What the anchor measured once more shows, in a sentence; None where nothing changed that noise does not explain."""
+        before = self._anchor
+        assert before is not None, "only what was due is compared"
+        was_s, is_s = before.step_time_s, again.step_time_s
+        if was_s is None or is_s is None:
+            return None
+        change = is_s / was_s - 1
+        if abs(change) <= USUAL_CHANGE + (before.relative_error or 0.0) + (again.relative_error or 0.0):
+            return None
+        self._anchor = again
+        return (
+            f"The devices have become {abs(change):.0%} {'slower' if change > 0 else 'faster'}: {again.split} took "
+            f"{was_s * 1e3:.1f} ms a step, and takes {is_s * 1e3:.1f} ms now. Earlier trials compare that much less well; the "
+            "best of them are measured again at the end, in turn."
+        )
