@@ -36,7 +36,7 @@ from splittune.split import BatchSplit, SplitSpace
 from splittune.training import TrainingTask, read_batches
 
 MAX_TRIALS = 12
-FIRST_SEED = 110_000  # no seed below took part in the making of the search
+FIRST_SEED = 110_000  # from here on no problem took part in the making of the search
 SAMPLERS = ("guided", "tpe", "gp", "random", "grid")
 HEADROOM_FRACTION = 0.05
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.hardware import resolve_hardware
+from splittune.profiling.drift import anchored
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.progress import reporter_for
 from splittune.results import SplitConfig, TuneResult
@@ -212,7 +213,7 @@ def tune(runner: Runner, options: SearchOptions, observer: Observer) -> TuneResu
 
             return find_best_split(
                 space,
-                measure,
+                anchored(measure, is_modelled=job.cards.is_modelled),
                 confirm=confirm,
                 max_trials=options.max_trials_each,
                 timeout_s=options.timeout_each_s,

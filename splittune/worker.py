@@ -23,7 +23,7 @@ from splittune.worker_process import is_worker
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TRIAL_TIMEOUT_S = 600.0
+DEFAULT_TRIAL_TIMEOUT_S = 300.0
 # Building a job may mean reading a large model from a slow disk: the limit is there for what would never end.
 DEFAULT_START_TIMEOUT_S = 1800.0
 MAX_ENDS_IN_A_ROW = 3
@@ -44,8 +44,7 @@ class WorkerRunner:
         job: ``"FILE.py:FUNCTION"``, or a module-level function without arguments; it returns a `TrainingTask`.
         devices: as `resolve_hardware` takes them.
         global_batch_size: in place of the task's own.
-        trial_timeout_s: how long a trial may take, with what of it is repeated and the anchor measured after it. Those in
-            whole steps may take as many times that as they accumulate.
+        trial_timeout_s: how long a trial may take. Those in whole steps may take as many times that as they accumulate.
         start_timeout_s: how long building the job may take.
 
     Raises:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.split import BatchSplit
+
+logger = logging.getLogger(__name__)
 
 NUM_TRIALS_BETWEEN = 4
 # Step times of one split repeat to this, on cards that neither warm up nor share their power with others.
@@ -24,17 +30,18 @@ class DriftWatch:
         self._num_trials = 0
         """Since the anchor was last measured."""
 
-    def due_after(self, measurement: Measurement) -> BatchSplit | None:
-        """The split to measure again, now that this trial has ended; None most of the time."""
-        if self._is_modelled:
-            return None
+    def remember(self, measurement: Measurement) -> None:
+        """A trial has ended: is it the fastest?"""
         step_s = measurement.step_time_s
         self._num_trials += 1
         if measurement.outcome is Outcome.OK and step_s is not None:
             fastest_s = None if self._anchor is None else self._anchor.step_time_s
             if fastest_s is None or step_s < fastest_s:
                 self._anchor, self._num_trials = measurement, 0
-        if self._anchor is None or self._num_trials < NUM_TRIALS_BETWEEN:
+
+    def due(self) -> BatchSplit | None:
+        """The split to measure again before the next trial; None most of the time."""
+        if self._is_modelled or self._anchor is None or self._num_trials < NUM_TRIALS_BETWEEN:
             return None
         self._num_trials = 0
         return self._anchor.split
@@ -55,3 +62,23 @@ class DriftWatch:
             f"{was_s * 1e3:.1f} ms a step, and takes {is_s * 1e3:.1f} ms now. Earlier trials compare that much less well; the "
             "best of them are measured again at the end, in turn."
         )
+
+
+def anchored(measure: Callable[[BatchSplit], Measurement], *, is_modelled: bool) -> Callable[[BatchSplit], Measurement]:
+    """`measure`, which first measures the anchor again where that is due, and notes on the next trial what it showed.
+
+    The anchor runs before a trial, as a trial of its own: whatever becomes of it, no trial that was finished is lost by it, and
+    none that was not begun is blamed for it.
+    """
+    watch = DriftWatch(is_modelled=is_modelled)
+
+    def measure_with_anchor(split: BatchSplit) -> Measurement:
+        anchor = watch.due()
+        note = None if anchor is None else watch.compare(measure(anchor))
+        if note is not None:
+            logger.warning(note)
+        measurement = measure(split)
+        watch.remember(measurement)
+        return measurement if note is None else replace(measurement, notes=(note, *measurement.notes))
+
+    return measure_with_anchor

@@ -7,6 +7,7 @@ from statistics import median
 
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.profiling.recorder import TIMED, Recorder
+from splittune.split import BatchSplit
 from splittune.training import TrainingStep
 
 # A real clock is asked until it settles. A modelled one repeats exactly, and once is enough.
@@ -37,16 +38,15 @@ class Pacer:
         self._is_modelled, self._budget_s = is_modelled, budget_s
         self._is_warm = False
         self._fastest_s: float | None = None
+        self._fastest_split: BatchSplit | None = None
 
     def remember(self, measurement: Measurement) -> None:
-        """A trial made of rounds has ended: is it the fastest that could be used?"""
-        step_s = measurement.step_time_s
-        if measurement.outcome is Outcome.OK and step_s is not None:
-            self._fastest_s = step_s if self._fastest_s is None else min(self._fastest_s, step_s)
-
-    def start_anew(self, measurement: Measurement) -> None:
-        """The devices' speed has changed: what follows is compared with the fastest as it is now."""
-        self._fastest_s = measurement.step_time_s
+        """A trial made of rounds has ended: is it the fastest that could be used, or that one as it is now?"""
+        step_s, split = measurement.step_time_s, measurement.split
+        if measurement.outcome is not Outcome.OK or step_s is None:
+            return
+        if self._fastest_s is None or split == self._fastest_split or step_s < self._fastest_s:
+            self._fastest_s, self._fastest_split = step_s, split
 
     def run_rounds(self, step: TrainingStep, recorder: Recorder) -> None:
         """Micro-steps and updates, timed apart."""

@@ -11,7 +11,6 @@ import torch
 
 from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory, is_sticky
-from splittune.profiling.drift import DriftWatch
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
 from splittune.profiling.pacing import Pacer
 from splittune.profiling.recorder import Recorder
@@ -33,8 +32,7 @@ class Profiler:
     and passes through untouched.
 
     On real devices a trial during which other programs took or gave back memory, or a device was throttled, is run once
-    more, and the second counts; its notes say so. Every few trials the fastest split is measured again, and a change of its
-    time is noted. After a CUDA error that leaves the process without its devices nothing
+    more, and the second counts; its notes say so. After a CUDA error that leaves the process without its devices nothing
     of them is touched any more: what is on the host is put back, and the error passes through with a note.
 
     Args:
@@ -61,28 +59,16 @@ class Profiler:
         self._loss_placement = loss_placement
         self._pacer = Pacer(is_modelled=hardware.is_modelled)
         self._watch = DeviceWatch(hardware)
-        self._drift = DriftWatch(is_modelled=hardware.is_modelled)
 
     def measure(self, split: BatchSplit) -> Measurement:
         """Micro-steps and updates of `split`, timed apart, in rounds that end with an update."""
         measurement = self._trial(split, self._pacer.run_rounds)
         self._pacer.remember(measurement)
-        anchor = self._drift.due_after(measurement)
-        return measurement if anchor is None else self._with_drift(measurement, anchor)
+        return measurement
 
     def measure_whole_steps(self, split: BatchSplit) -> Measurement:
         """Complete optimizer steps of `split`, every micro-batch included: what training will do."""
         return self._trial(split, self._pacer.run_whole_steps)
-
-    def _with_drift(self, measurement: Measurement, anchor: BatchSplit) -> Measurement:
-        """The measurement, with a note where the anchor shows that the devices are not as fast as they were."""
-        again = self._trial(anchor, self._pacer.run_rounds)
-        note = self._drift.compare(again)
-        if note is None:
-            return measurement
-        logger.warning(note)
-        self._pacer.start_anew(again)
-        return replace(measurement, notes=(*measurement.notes, note))
 
     def _trial(self, split: BatchSplit, run: _Run) -> Measurement:
         notes = self._watch.before_trial()

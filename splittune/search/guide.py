@@ -135,12 +135,11 @@ class Guide:
         return None
 
     def _tiny(self, attempts: Sequence[Attempt]) -> Proposal | None:
-        """Every split that is not sure to lack memory and likely to run, smallest first."""
+        """Every split that is not sure to lack memory, smallest first."""
         table = self._listed.where(open_rows(self._listed, attempts))
         if len(table):
-            needed = self._memory.needed(table.steps, table.shards)
-            may_fit = (needed.least <= self._limits()).all(axis=1)
-            table = table.where(may_fit & (needed.chance_below(self._memory.room_bytes) >= VENTURE_CHANCE))
+            least = self._memory.needed(table.steps, table.shards).least
+            table = table.where(np.asarray((least <= self._limits()).all(axis=1)))
         if not len(table):
             return None
         row = int(np.lexsort((table.micro_batch_sizes, table.shards.max(axis=1)))[0])

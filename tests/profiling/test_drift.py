@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from splittune.profiling.drift import NUM_TRIALS_BETWEEN, DriftWatch
+from splittune.profiling.drift import NUM_TRIALS_BETWEEN, DriftWatch, anchored
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.split import BatchSplit
 from tests.profiling.fake_hardware import FakeHardware
@@ -23,7 +23,12 @@ def out_of_memory(accumulation_steps: int) -> Measurement:
 
 
 def due_after(watch: DriftWatch, *measurements: Measurement) -> list[BatchSplit | None]:
-    return [watch.due_after(measurement) for measurement in measurements]
+    """What is due after each."""
+    due = []
+    for measurement in measurements:
+        watch.remember(measurement)
+        due.append(watch.due())
+    return due
 
 
 def test_the_fastest_split_is_due_every_few_trials() -> None:
@@ -61,7 +66,7 @@ def test_a_modelled_clock_does_not_drift() -> None:
 def test_a_change_is_told_with_both_times(again_s: float, said: str | None) -> None:
     """Beyond 3 % the devices have changed; below, nobody can tell."""
     watch = DriftWatch(is_modelled=False)
-    watch.due_after(measured(2, 1.0))
+    watch.remember(measured(2, 1.0))
     note = watch.compare(measured(2, again_s))
     if said is None:
         assert note is None
@@ -74,7 +79,7 @@ def test_a_change_is_told_with_both_times(again_s: float, said: str | None) -> N
 def test_what_noise_explains_is_no_change() -> None:
     """Times known to some per cent must differ by more than that."""
     watch = DriftWatch(is_modelled=False)
-    watch.due_after(measured(2, 1.0, spread=0.02))
+    watch.remember(measured(2, 1.0, spread=0.02))
     assert watch.compare(measured(2, 1.06, spread=0.02)) is None
     assert watch.compare(measured(2, 1.30, spread=0.02)) is not None
 
@@ -82,7 +87,7 @@ def test_what_noise_explains_is_no_change() -> None:
 def test_after_a_change_the_new_time_is_compared_with() -> None:
     """A change is told once, not at every turn from then on."""
     watch = DriftWatch(is_modelled=False)
-    watch.due_after(measured(2, 1.0))
+    watch.remember(measured(2, 1.0))
     assert watch.compare(measured(2, 1.2)) is not None
     assert watch.compare(measured(2, 1.2)) is None
 
@@ -90,7 +95,7 @@ def test_after_a_change_the_new_time_is_compared_with() -> None:
 def test_an_anchor_that_does_not_run_any_more_shows_nothing_of_speed() -> None:
     """It lacks memory now: the notes of the trial itself say what others took."""
     watch = DriftWatch(is_modelled=False)
-    watch.due_after(measured(2, 1.0))
+    watch.remember(measured(2, 1.0))
     assert watch.compare(out_of_memory(2)) is None
 
 
@@ -111,24 +116,24 @@ class Slowing(FakeHardware):
         return super().wrap(*args, **options)
 
 
-def test_the_profiler_measures_the_anchor_again_and_notes_what_changed(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_anchor_is_measured_again_and_notes_what_changed(caplog: pytest.LogCaptureFixture) -> None:
     """Cards that become half as fast in mid-search: the trial after which it shows says so, and trials go on unabridged."""
-    hardware = Slowing(from_trial=4)
-    job = Job(hardware)
-    trials = [job.profiler.measure(split(k)) for k in (2, 8, 8, 8, 8, 2)]
+    hardware = Slowing(from_trial=5)
+    measure = anchored(Job(hardware).profiler.measure, is_modelled=False)
+    trials = [measure(split(k)) for k in (2, 8, 8, 8, 8, 1)]
     noted = [place for place, trial in enumerate(trials) if any("100% slower" in note for note in trial.notes)]
-    assert noted == [4]
+    assert noted == [5]
     assert hardware.num_trials == 7, "six trials and the anchor once more"
     assert "The devices have become 100% slower" in caplog.text
-    assert len(trials[5].micro_step_times_s) == 6, "compared with the anchor as it is now, it is not cut short"
+    assert len(trials[5].micro_step_times_s) == 3, "compared with the anchor as it is now, it is not cut short"
 
 
 def test_steady_cards_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """The anchor is measured again, and nothing is said."""
     hardware = Slowing(from_trial=99)
-    job = Job(hardware)
-    trials = [job.profiler.measure(split(k)) for k in (2, 8, 8, 8, 8)]
-    assert hardware.num_trials == 6
+    measure = anchored(Job(hardware).profiler.measure, is_modelled=False)
+    trials = [measure(split(k)) for k in (2, 8, 8, 8, 8, 8)]
+    assert hardware.num_trials == 7
     assert all(not any("devices have become" in note for note in trial.notes) for trial in trials)
     assert "devices have become" not in caplog.text
 
@@ -136,7 +141,32 @@ def test_steady_cards_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None
 def test_on_virtual_devices_every_trial_is_the_searchs() -> None:
     """A modelled clock costs no extra trial."""
     hardware = Slowing(from_trial=99, is_modelled=True)
-    job = Job(hardware)
+    measure = anchored(Job(hardware).profiler.measure, is_modelled=True)
     for _ in range(2 * NUM_TRIALS_BETWEEN + 1):
-        job.profiler.measure(split(2))
+        measure(split(2))
     assert hardware.num_trials == 2 * NUM_TRIALS_BETWEEN + 1
+
+
+@pytest.mark.parametrize("fault", ["crashed", "raised"])
+def test_an_anchor_that_fails_costs_no_trial(fault: str) -> None:
+    """One that crashes says nothing of speed, and the trial after it is measured; one that raises finds all trials handed over."""
+    asked: list[BatchSplit] = []
+
+    def measure(wanted: BatchSplit) -> Measurement:
+        asked.append(wanted)
+        if asked.count(split(2)) < 2 or wanted != split(2):
+            return measured(wanted.accumulation_steps, 1.0 if wanted == split(2) else 2.0)
+        if fault == "raised":
+            raise ZeroDivisionError
+        return Measurement(split=wanted, outcome=Outcome.CRASHED)
+
+    measure_with_anchor = anchored(measure, is_modelled=False)
+    trials = [measure_with_anchor(split(k)) for k in (2, 8, 8, 8, 8)]
+    assert [trial.outcome for trial in trials] == [Outcome.OK] * 5
+    if fault == "raised":
+        with pytest.raises(ZeroDivisionError):
+            measure_with_anchor(split(4))
+        assert asked[-1] == split(2)
+    else:
+        assert measure_with_anchor(split(4)) == measured(4, 2.0)
+        assert asked[-2:] == [split(2), split(4)]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.draw import draw
@@ -8,7 +10,7 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.attempt import Attempt, lacking_devices
 from splittune.search.guide import MAX_GROWTH, Guide, Proposal
 from splittune.split import BatchSplit
-from tests.search.truth import card_memory, even, job, rows, split
+from tests.search.truth import MIB, card_memory, even, job, rows, split
 
 AFFINE = [seed for seed in range(61_000, 61_030) if draw(seed).is_memory_affine and draw(seed).best_throughput]
 
@@ -199,9 +201,10 @@ def test_where_memory_is_affine_nothing_is_ventured(seed: int) -> None:
     assert all(attempt.measurement.outcome is not Outcome.OUT_OF_MEMORY for attempt in attempts[began:])
 
 
-def test_of_a_tiny_space_what_would_run_out_of_memory_is_left_alone() -> None:
-    """Eleven sizes on one card that holds 12 samples: none that does not fit is tried once one ran."""
-    problem = job([card_memory(is_first=True, sample=100, total=2000)], B=32)
+def test_of_a_tiny_space_all_that_may_fit_is_measured() -> None:
+    """Where memory jumps at 5 samples, the line through the small sizes rules none of the larger ones out: the best is found."""
+    card = replace(card_memory(is_first=True, sample=100, total=2400), jump_at=5, jump=300.0 * MIB)
+    problem = job([card], B=16)
     _, attempts = guided(problem)
-    assert len(attempts) > 3
-    assert all(attempt.measurement.outcome is not Outcome.OUT_OF_MEMORY for attempt in attempts)
+    assert problem.best_throughput is not None
+    assert max(attempt.throughput for attempt in attempts) == pytest.approx(problem.best_throughput)
