@@ -13,19 +13,19 @@ from benchmarks.problems import CardMemory, CardTime, Problem
 GIB = 1024**3
 
 
-def draw(seed: int, *, max_noise: float = 0.02) -> Problem:
+def draw(seed: int, *, max_noise: float = 0.02, tells_busy: bool = True) -> Problem:
     """The problem of this seed: 2 to 8 cards, a global batch from 8 to 2048, noise up to `max_noise`, or none.
 
-    Three tenths have two kinds of cards. In time a third are plain lines, a third have a knee, a third cliffs: tiles, an
-    algorithm that changes, a ripple. A quarter have memory that is not affine: a power of the share, a jump, or an
-    allocator that holds more than is live.
+    Cards tell their busy times, as they do for a model that is called once a step, unless `tells_busy` is off. Which one is
+    slow can then not be told, so there are no shares of every card's own. Three tenths have two kinds of cards. In time a third are
+    plain lines, a third have a knee, a third cliffs: tiles, an algorithm that changes, a ripple. A quarter have memory that
+    is not affine: a power of the share, a jump, or an allocator that holds more than is live.
     """
     dice = _Dice(np.random.default_rng(seed))
     rng = dice.rng
     num_devices, global_batch_size = int(rng.integers(2, 9)), round(dice.log_uniform(8, 2048))
     is_unlike = bool(rng.random() < 0.3)
     kinds = rng.integers(0, 2, num_devices) if is_unlike else np.zeros(num_devices, int)
-    tells_busy = bool(rng.random() < 0.85)
     share = global_batch_size / num_devices
     time_kind, times = _draw_times(dice, kinds, share)
     memory_kind, memories = _draw_memories(dice, kinds, share)
@@ -35,7 +35,6 @@ def draw(seed: int, *, max_noise: float = 0.02) -> Problem:
         seed=seed,
         kind=time_kind + memory_kind,
         B=global_batch_size,
-        # which card is slow cannot be told from step times alone, so shares of their own are for cards that tell
         shares="each" if is_unlike and tells_busy else "gpu0",
         times=times,
         memories=memories,

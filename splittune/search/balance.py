@@ -2,70 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from splittune.search.curves import Curve
 from splittune.search.table import Floats, SplitTable, micro_batches
 from splittune.split import SplitSpace
 
-_HALVINGS = 32
+_HALVINGS = 20
 
 
-def balanced_table(
-    space: SplitSpace, curves: Sequence[Curve], most_shares: Callable[[Floats, Floats], Floats]
-) -> SplitTable:
+def balanced_table(space: SplitSpace, curves: Sequence[Curve], most_shares: Floats) -> SplitTable:
     """For every micro-batch and every number of cards taking part, the shards whose slowest card is fastest.
 
     A time T is wanted within which the cards can take the micro-batch: card i takes the largest share that its curve
-    does in T, at most what its memory holds; T is found by halving. With lines this is the closed form ``T = (m + sum a_i / b_i) / sum 1 / b_i``. Cards leave
-    in order of speed, the slowest first, with GPU 0 and without.
+    does in T, at most what its memory holds, and those that take most take part; T is found by halving. With lines this
+    is the closed form ``T = (m + sum a_i / b_i) / sum 1 / b_i``. Each is there with GPU 0 and without.
 
     Args:
         space: of any shares; a card of it that takes part has at least `min_shard_size`, and all do where that is not 0.
         curves: each card's seconds for a share.
-        most_shares: from accumulation steps (N,) and micro-batch sizes (N,) to the largest shares that fit, (N, n).
+        most_shares: (C, N, n) the largest shares that fit, for each of `micro_batches`, by C ways to tell: there is a split
+            for each.
     """
     pairs = np.array(list(micro_batches(space)), dtype=float)
-    steps, sizes = pairs[:, 0], pairs[:, 1]
+    sizes = pairs[:, 1]
     n, largest = space.num_devices, int(sizes.max())
     shares = np.arange(largest + 1, dtype=float)
-    times = np.stack([np.maximum.accumulate(curve(shares)) for curve in curves])
-    caps = np.minimum(most_shares(steps, sizes), sizes[:, None])
+    # a share that takes longer than a larger one, as before another kernel's first, is none to stop at
+    times = np.stack([np.minimum.accumulate(curve(shares)[::-1])[::-1] for curve in curves])
+    caps = np.minimum(most_shares, sizes[None, :, None])
     caps = np.where(caps < space.min_shard_size, 0, np.floor(caps))
-    middle = min(largest, max(1, largest // (2 * n)))
-    by_speed = np.argsort(times[:, middle], kind="stable")
-    groups = [by_speed[:count] for count in range(n if space.min_shard_size else 1, n + 1)]
-    if not space.min_shard_size:
-        others = by_speed[by_speed != 0]
-        groups += [others[:count] for count in range(1, n)]
-    takes_part = np.zeros((len(groups), n), dtype=bool)
-    for row, group in enumerate(groups):
-        takes_part[row, group] = True
-    limits = (takes_part[:, None, :] * caps[None, :, :]).reshape(-1, n)
-    steps, sizes = np.tile(steps, len(groups)), np.tile(sizes, len(groups))
-    possible = limits.sum(axis=1) >= sizes
-    shards = _balanced(times, limits[possible], sizes[possible], space.min_shard_size)
-    keep = (shards >= space.min_shard_size).all(axis=1) & (shards.sum(axis=1) == sizes[possible])
-    return SplitTable(global_batch_size=space.global_batch_size, steps=steps[possible][keep], shards=shards[keep])
+    is_new = np.ones(caps.shape[:2], dtype=bool)
+    is_new[1:] = (caps[1:] != caps[:-1]).any(axis=2)
+    rows = np.column_stack([np.broadcast_to(pairs, (len(caps), *pairs.shape))[is_new], caps[is_new]])
+    if not space.min_shard_size:  # and without GPU 0
+        rows = np.concatenate([rows, np.where(np.arange(n + 2) == 2, 0.0, rows)])
+    counts = np.arange(n if space.min_shard_size else 1, n + 1)
+    most = np.cumsum(-np.sort(-rows[:, 2:], axis=1), axis=1)[:, counts - 1]
+    which, count = np.nonzero(most >= rows[:, 1:2])
+    rows, counts = rows[which], counts[count]
+    shards = _balanced(times, rows[:, 2:], rows[:, 1], counts, space.min_shard_size)
+    keep = (shards >= space.min_shard_size).all(axis=1) & (shards.sum(axis=1) == rows[:, 1])
+    return SplitTable(global_batch_size=space.global_batch_size, steps=rows[keep, 0], shards=shards[keep])
 
 
-def _balanced(times: Floats, limits: Floats, sizes: Floats, smallest: int) -> Floats:
-    """(N, n) shards that sum to `sizes`, none above its limit, with the least time of the slowest card."""
+def _balanced(times: Floats, limits: Floats, sizes: Floats, counts: NDArray[np.int64], smallest: int) -> Floats:
+    """(N, n) shards of at most `counts` cards that sum to `sizes`, none above its limit, with the fastest slowest card."""
     low, high = np.zeros(len(sizes)), np.full(len(sizes), float(times[:, -1].max()))
+    row, column = np.arange(len(sizes)), counts - 1
 
     def taken(within: Floats) -> Floats:
-        shares = np.stack([np.searchsorted(row, within, side="right") - 1 for row in times], axis=1).astype(float)
+        shares = np.stack([np.searchsorted(own, within, side="right") - 1 for own in times], axis=1).astype(float)
         return np.asarray(np.minimum(np.maximum(shares, smallest), limits))
+
+    def takes_part(shares: Floats) -> NDArray[np.bool_]:
+        """Those that take most, which the least time needs."""
+        ranks = shares - np.arange(shares.shape[1]) / shares.shape[1]
+        return np.asarray(ranks >= -np.sort(-ranks, axis=1)[row, column][:, None])
 
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        suffices = taken(middle).sum(axis=1) >= sizes
+        shares = taken(middle)
+        suffices = (shares * takes_part(shares)).sum(axis=1) >= sizes
         low, high = np.where(suffices, low, middle), np.where(suffices, middle, high)
+    enough = taken(high)
+    limits = limits * takes_part(enough)
     shards = taken(low)
     # what is still missing takes all cards that have room for it the same time; GPU 0, which holds most, is asked last
-    extra = np.roll(taken(high) - shards, -1, axis=1)
+    extra = np.roll(np.minimum(enough, limits) - shards, -1, axis=1)
     missing = (sizes - shards.sum(axis=1))[:, None]
     given = np.clip(missing - (np.cumsum(extra, axis=1) - extra), 0, extra)
     return np.asarray(shards + np.roll(given, 1, axis=1))

@@ -57,10 +57,15 @@ class Curve:
         """Whether more shares were measured than it takes to draw it, and noise explains what they deviate."""
         return len(self.shares) >= WELL_KNOWN and float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
 
+    def distance(self, shares: Floats) -> Floats:
+        """From the nearest measured share, as a difference of logarithms."""
+        away = np.log1p(shares * self.ratio)[:, None] - np.log1p(self.shares)[None, :]
+        return np.asarray(np.abs(away).min(axis=1))
+
     def doubt(self, shares: Floats) -> Floats:
         """Relative standard deviation away from the measured shares: it grows with the distance in logarithms."""
+        nearest = self.distance(shares)
         shares = shares * self.ratio
-        nearest = np.abs(np.log1p(shares)[:, None] - np.log1p(self.shares)[None, :]).min(axis=1)
         beyond = DOUBT_BEYOND[min(len(self.shares), len(DOUBT_BEYOND)) - 1]
         outside = (shares > self.shares.max()) | (shares < self.shares.min())
         return np.asarray(np.where(outside, beyond, DOUBT_BETWEEN) * nearest)
@@ -83,22 +88,19 @@ def fit_curve(
         floor = SINGLE_FLOOR * measured[0]
         return Curve(floor, (measured[0] - floor) / sizes[0], 0.0, sizes, np.zeros(1))
     if tile > 1:
-        floor, slope, tile_s = _coefficients(measured, sizes, _filled(sizes, tile))[0]
+        floor, slope, tile_s = _coefficients(measured, sizes, _filled(sizes, tile))
         if tile_s > 0:
             form = floor + slope * sizes + tile_s * _filled(sizes, tile)
             left = _left_of(measured, form, noise)
             return Curve(float(floor), float(slope), 0.0, sizes, left, tile=tile, tile_s=float(tile_s))
-    straight = _coefficients(measured, sizes)
-    best, knee = straight, 0.0
-    if len(sizes) > 2:
-        for candidate in _knees(sizes):
-            bent = _coefficients(measured, np.maximum(sizes, candidate))
-            allowed = len(sizes) * noise**2
-            if bent[1] < best[1] and bent[1] < KNEE_GAIN * straight[1] and straight[1] > allowed:
-                best, knee = bent, candidate
-    floor, slope = best[0]
-    form = floor + slope * np.maximum(sizes, knee)
-    return Curve(float(floor), float(slope), knee, sizes, _left_of(measured, form, noise))
+    knees = np.concatenate([[0.0], _knees(measured, sizes)])
+    floors, slopes, errors = _lines(measured, np.maximum(sizes, knees[:, None]))
+    straight, best = errors[0], int(np.flatnonzero(errors <= errors.min() + 1e-12)[-1])
+    if errors[best] >= KNEE_GAIN * straight or straight <= len(sizes) * noise**2:
+        best = 0
+    form = floors[best] + slopes[best] * np.maximum(sizes, knees[best])
+    left = _left_of(measured, form, noise)
+    return Curve(float(floors[best]), float(slopes[best]), float(knees[best]), sizes, left)
 
 
 def _filled(shares: Floats, tile: int) -> Floats:
@@ -112,12 +114,40 @@ def _left_of(measured: Floats, form: Floats, noise: float) -> Floats:
     return np.asarray(deviations * (spread / (spread + noise**2) if spread > 0 else 0.0))
 
 
-def _knees(sizes: Floats) -> Floats:
-    return np.unique(np.concatenate([sizes[1:-1], np.sqrt(sizes[:-1] * sizes[1:])]))
+def _knees(measured: Floats, sizes: Floats) -> Floats:
+    """Where a knee may be: at a size, half way between two, or where the line through the sizes above meets the flat below."""
+    if len(sizes) < 3:
+        return np.zeros(0)
+    splits = np.arange(1, len(sizes) - 1)
+    above = np.arange(len(sizes)) >= splits[:, None]
+    floors, slopes, _ = _lines(measured, np.tile(sizes, (len(splits), 1)), above)
+    flats = np.cumsum(1 / measured)[splits - 1] / np.cumsum(1 / measured**2)[splits - 1]  # of the least relative error
+    met = (flats - floors) / slopes
+    met = met[(sizes[splits - 1] < met) & (met < sizes[splits])]
+    return np.unique(np.concatenate([sizes[1:-1], np.sqrt(sizes[:-1] * sizes[1:]), met]))
 
 
-def _coefficients(times_s: Floats, *terms: Floats) -> tuple[Floats, float]:
-    """Of a floor and each of the terms, and the squared relative error they leave."""
+def _lines(measured: Floats, terms: Floats, counted: NDArray[np.bool_] | bool = True) -> tuple[Floats, Floats, Floats]:
+    """(K,) floors, slopes and squared relative errors of K lines ``floor + slope x term`` through R times each.
+
+    No coefficient is negative: where the best line has one that is, the best with a 0 in its place is the best.
+    `terms` is (K, R), and so is `counted`, which of the times count.
+    """
+    ones = np.where(counted, 1 / measured, 0.0) * np.ones_like(terms)
+    scaled = terms * ones
+    target = np.where(counted, 1.0, 0.0) * np.ones_like(terms)
+    aa, ab, bb = (ones**2).sum(axis=1), (ones * scaled).sum(axis=1), (scaled**2).sum(axis=1)
+    a, b = ones.sum(axis=1), scaled.sum(axis=1)
+    determinant = np.maximum(aa * bb - ab**2, 1e-12 * aa * bb)
+    floors, slopes = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
+    floors, slopes = np.where(slopes < 0, a / aa, floors), np.where(floors < 0, b / bb, slopes)
+    floors, slopes = np.maximum(floors, 0.0), np.maximum(slopes, 1e-15)
+    errors = ((floors[:, None] * ones + slopes[:, None] * scaled - target) ** 2).sum(axis=1)
+    return floors, slopes, errors
+
+
+def _coefficients(times_s: Floats, *terms: Floats) -> Floats:
+    """Of a floor and each of the terms."""
     matrix = np.column_stack([np.ones_like(times_s), *terms]) / times_s[:, None]
-    solution, norm = nnls(matrix, np.ones_like(times_s))
-    return np.maximum(solution, [0.0, 1e-15, *[0.0] * (len(terms) - 1)]), float(norm**2)
+    solution, _ = nnls(matrix, np.ones_like(times_s))
+    return np.maximum(solution, [0.0, 1e-15, *[0.0] * (len(terms) - 1)])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from splittune.search.attempt import Attempt
-from splittune.search.balance import balanced_table
+from splittune.search.candidates import candidates
 from splittune.search.memory_model import MemoryModel
 from splittune.search.outlook import Outlook, expected_gain, fills_tiles, most_telling, part_within
 from splittune.search.table import (
@@ -32,15 +32,22 @@ TINY = 12
 MAX_GROWTH = 16
 # The even split is measured anew for a baseline with this much fewer accumulation steps.
 BASELINE_GAIN = 0.05
-# Expected gain, relative, below which another trial is not worth its time; and the least in noise.
-LEAST_GAIN, NOISE_SHARE = 0.001, 0.15
+# Expected gain, relative, from which a split is tried at once; below which another trial is not worth its time; and the
+# least in noise.
+GOOD_GAIN, LEAST_GAIN, NOISE_SHARE = 0.003, 0.001, 0.15
+# From some share on another kernel may run. While there are fewer trials than this, a split is tried that tells of so large
+# a gain if it is as far from any measured (in logarithms of shares) as makes this product.
+NUM_TRIALS_TO_SPARE, SURPRISE, LEAST_SURPRISE = 10, 0.1, 5e-4
 # Up to this many trials doubtful predictions are checked: those that could be off by so many deviations, and then gain.
 NUM_TRIALS_WELL_SPENT, CHECK_DEVIATIONS, CHECK_GAIN = 12, 4, 0.005
 # Until a trial had full tiles, whose edges no line foresees, splits that have them are given so much more hope.
 TILE_HOPE = 0.2
 # Where a trial took this much more memory than the model held possible, memory is not what the model knows: a split that it
-# cannot vouch for is tried if it is this likely to run, and could gain so much if it were off by so many deviations.
-VENTURE_MARGIN, VENTURE_CHANCE, VENTURE_GAIN, VENTURE_DEVIATIONS = 0.03, 0.5, 0.03, 2
+# cannot vouch for is tried if it could gain so much were it off by so many deviations, and if it is this likely to run, at
+# first and after one ran out of memory.
+VENTURE_MARGIN, VENTURE_GAIN, VENTURE_DEVIATIONS, VENTURE_CHANCES = 0.025, 0.03, 2, (0.5, 0.9)
+# A split that tells whether another fits should itself keep its headroom with this chance.
+TELLING_CHANCE = 0.5
 # A gain hoped for that is worth a trial that may keep too little headroom, or one of another split to learn from.
 HOPED_GAIN, MAX_TARGETS = 0.003, 20
 
@@ -164,7 +171,7 @@ class Guide:
 
     def _best(self, attempts: Sequence[Attempt]) -> Proposal | None:
         time = TimeModel(attempts)
-        outlook = self._outlook(attempts, time)
+        outlook = self._outlook(attempts, time, attempts)
         if outlook is None:
             return None
         worth = outlook.gain * np.where(outlook.is_harmless, outlook.chance, 0.0)
@@ -172,16 +179,20 @@ class Guide:
         if outlook.chance[row] < 1 and worth[row] < HOPED_GAIN:
             row = int((worth * (outlook.chance == 1)).argmax())
         at_least = max(2 * worth[row], HOPED_GAIN)
-        detour = self._detour(outlook, attempts, at_least) or self._venture(outlook, attempts, at_least)
+        detour = self._detour(outlook, attempts, at_least) or self._venture(attempts, time, at_least)
         if detour is not None:
             return detour
-        if worth[row] > 0 and (np.isinf(outlook.best_log_s) or worth[row] >= max(LEAST_GAIN, NOISE_SHARE * time.noise)):
-            return Proposal(split=outlook.table.split(row), reason=self._why(outlook, row))
-        return self._check(outlook, attempts)
+        best = Proposal(split=outlook.table.split(row), reason=self._why(outlook, row)) if worth[row] > 0 else None
+        if np.isinf(outlook.best_log_s) or worth[row] >= max(GOOD_GAIN, NOISE_SHARE * time.noise):
+            return best
+        unsure = self._surprise(outlook, attempts, time) or self._check(outlook, attempts)
+        return unsure or (best if worth[row] >= max(LEAST_GAIN, NOISE_SHARE * time.noise) else None)
 
-    def _outlook(self, attempts: Sequence[Attempt], time: TimeModel) -> Outlook | None:
-        table = self._candidates(time)
-        table = table.where(open_rows(table, attempts))
+    def _outlook(self, attempts: Sequence[Attempt], time: TimeModel, ruling_out: Sequence[Attempt]) -> Outlook | None:
+        table = self._listed
+        if not self._is_complete:
+            table = candidates(self.space, time, self._memory, self._limits(), ruling_out)
+        table = table.where(open_rows(table, ruling_out) & ~table.is_any_of([attempt.split for attempt in attempts]))
         if not len(table):
             return None
         times = time.predict(table.steps, table.shards)
@@ -204,30 +215,10 @@ class Guide:
             is_harmless=(needed.most_squeezed <= self._memory.room_bytes).all(axis=1) & self._is_grown(table, attempts),
         )
 
-    def _candidates(self, time: TimeModel) -> SplitTable:
-        """Every split where they can be listed; else those balanced in closed form, as far as memory may allow."""
-        if self._is_complete:
-            return self._listed
-        limits = self._limits()
-
-        def largest_shares(bound: str) -> Callable[[Floats, Floats], Floats]:
-            def of(steps: Floats, sizes: Floats) -> Floats:
-                low, high = np.zeros((len(steps), len(limits))), np.repeat(sizes[:, None], len(limits), axis=1)
-                for _ in range(int(sizes.max()).bit_length() + 1):
-                    middle = np.ceil((low + high) / 2)
-                    fits = getattr(self._memory.needed(steps, middle, sizes), bound) <= limits
-                    low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-                return low
-
-            return of
-
-        tables = [balanced_table(self.space, time.curves, largest_shares(b)) for b in ("most", "least")]
-        return concatenate(self._evens, *tables)
-
     def _detour(self, outlook: Outlook, attempts: Sequence[Attempt], at_least: float) -> Proposal | None:
         """A split that tells whether a promising one fits, which is not sure enough of it to be tried."""
         table = outlook.table
-        may_tell = outlook.is_harmless & (outlook.chance >= VENTURE_CHANCE)
+        may_tell = outlook.is_harmless & (outlook.chance >= TELLING_CHANCE)
         hoped = np.where(outlook.is_harmless, 0.0, outlook.gain * outlook.chance)
         for target in np.argsort(-hoped, kind="stable")[:MAX_TARGETS]:
             if hoped[target] <= at_least:
@@ -239,18 +230,24 @@ class Guide:
                 return Proposal(split=table.split(row), reason=f"tells whether {wanted} would fit")
         return None
 
-    def _venture(self, outlook: Outlook, attempts: Sequence[Attempt], at_least: float) -> Proposal | None:
+    def _venture(self, attempts: Sequence[Attempt], time: TimeModel, at_least: float) -> Proposal | None:
         """Where memory is no straight line, a split that could gain much, and of which only its chances are known.
 
-        Never again after one ran out of memory.
+        What the allocator holds may be less with a larger share, so one that kept too little headroom rules no other out. After
+        one ran out of memory only those are ventured that are likely to run.
         """
-        has_failed = any(attempt.measurement.throughput is None for attempt in attempts[1:])
-        is_over = len(attempts) >= NUM_TRIALS_WELL_SPENT or np.isinf(outlook.best_log_s)
-        if self._memory.margin <= VENTURE_MARGIN or has_failed or is_over:
+        outlook = None
+        if self._memory.margin > VENTURE_MARGIN and len(attempts) < NUM_TRIALS_WELL_SPENT:
+            outlook = self._outlook(attempts, time, [a for a in attempts if a.measurement.throughput is None])
+        if outlook is None or np.isinf(outlook.best_log_s):
             return None
+        has_failed = any(attempt.measurement.throughput is None for attempt in attempts[1:])
         runs, fits = (outlook.needed.chance_below(room) for room in (self._memory.room_bytes, outlook.limits))
-        hope = self._hope(outlook, attempts, VENTURE_DEVIATIONS) * np.sqrt(fits)
-        is_open = ~outlook.is_sure & (runs >= VENTURE_CHANCE) & self._is_grown(outlook.table, attempts)
+        for attempt in attempts:  # the same share holds the same
+            for device in attempt.lacking:
+                fits[outlook.table.shards[:, device] == attempt.split.shard_sizes[device]] = 0.0
+        hope = self._hope(outlook, attempts, VENTURE_DEVIATIONS) * np.cbrt(fits)
+        is_open = ~outlook.is_sure & (runs >= VENTURE_CHANCES[has_failed]) & self._is_grown(outlook.table, attempts)
         row = int(np.where(is_open, hope, -np.inf).argmax())
         if not is_open[row] or hope[row] < max(VENTURE_GAIN, at_least):
             return None
@@ -270,6 +267,20 @@ class Guide:
             return None
         doubt = f"{self._throughput(outlook, row):,.0f} samples/s, give or take {outlook.times.deviation[row]:.1%}"
         return Proposal(split=outlook.table.split(row), reason=f"to check what is in doubt: {doubt}")
+
+    def _surprise(self, outlook: Outlook, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
+        """With trials to spare, the split that tells most of what no model foresees: another kernel from some share on."""
+        if len(attempts) >= NUM_TRIALS_TO_SPARE or not outlook.is_sure.any():
+            return None
+        lost = outlook.times.log_s - outlook.best_log_s
+        hope = time.distance(outlook.table.shards) * np.maximum(SURPRISE - lost, 0.0)
+        row = int(np.where(outlook.is_sure, hope, -np.inf).argmax())
+        if hope[row] < LEAST_SURPRISE:
+            return None
+        return Proposal(
+            split=outlook.table.split(row),
+            reason=f"far from what was measured: {self._throughput(outlook, row):,.0f} samples/s unless another kernel runs",
+        )
 
     def _hope(self, outlook: Outlook, attempts: Sequence[Attempt], deviations: float) -> Floats:
         """(N,) what each split gains, in logarithms of time, if it is better than predicted by so many deviations."""

@@ -19,11 +19,14 @@ TOLERANCE = 0.002
 # A peak is a maximum of lines, so the line that rules at large sizes may be steeper than one through smaller ones: by
 # this much, at first. It shrinks to the second with predictions that came true, and grows with those that did not.
 STEEPENING, SETTLED_STEEPENING = 0.10, 0.03
-# The same tensors for a sample on every card, but for kernels' workspaces: slopes agree to this.
-SHARED = 0.1
+# The same tensors for a sample on every card, but for kernels' workspaces: slopes agree to this, and better on cards
+# with the same memory, which mostly are of a kind.
+SHARED, SHARED_BY_KIND = 0.1, 0.05
 # A prediction that a trial exceeded, or that ran out of memory, widens all that go beyond what was measured: by half as
 # much again, and by no less than this.
 WIDENING, LEAST_WIDENING = 1.5, 0.02
+# One that came true without it narrows it again, but to no less than this.
+SETTLED_MARGIN = 0.03
 # Errors above this are told to people.
 POOR_FIT = 0.05
 # They matter on a card of which the trials took more than this part.
@@ -136,7 +139,7 @@ class MemoryModel:
         least = np.maximum(polytope.lowest(rows) - less, floor_least)
         likely = np.maximum(polytope.likely(rows), floor_most)
         live = np.maximum(polytope.highest(rows) + more, floor_most)
-        scarcely, amply, squeezed = self._excess
+        scarcely, commonly, amply, squeezed = self._excess
         held = live + amply(live)
         reach = np.clip(4 * (held / max(1, peaks.largest_held(device)) - 1), 0.25, 1.0)
         raised = held * (1 + self.margin * reach)
@@ -145,7 +148,7 @@ class MemoryModel:
         most = np.minimum(raised, np.maximum(proven, least))
         bounds = (
             np.minimum(least, most),
-            np.minimum(likely + amply(likely), most),
+            np.minimum(likely + commonly(likely), most),
             most,
             np.minimum(most, raised - amply(live) + squeezed(live)),
         )
@@ -157,33 +160,39 @@ class MemoryModel:
     def _fit(self) -> None:
         self._excess = self._peaks.excesses()
         self._polytopes = {}
-        slopes: Polytope | None = None
+        first: tuple[int, Polytope] | None = None
         for group in self._peaks.kinds():
-            fitted = self._fit_group(group, slopes)
+            fitted = self._fit_group(group, first)
             if fitted is not None:
                 self._polytopes |= dict.fromkeys(group, fitted)
-                slopes = slopes or fitted
-        fitted = self._fit_group((0,), slopes)
+                first = first or (group[0], fitted)
+        fitted = self._fit_group((0,), first)
         assert fitted is not None
         self._polytopes[0] = fitted
         # a replica that never had a share is taken to be like the others; where none had, like GPU 0
         for device in range(1, self._n):
-            self._polytopes.setdefault(device, slopes or fitted.of_first(3))  # without omega
+            self._polytopes.setdefault(device, first[1] if first else fitted.of_first(3))  # without omega
 
-    def _fit_group(self, devices: Sequence[int], slopes: Polytope | None) -> Polytope | None:
+    def _fit_group(self, devices: Sequence[int], first: tuple[int, Polytope] | None) -> Polytope | None:
+        """The coefficients of a kind of devices; those of the `first` to be fitted are shared."""
         readings = [reading for device in devices for reading in self._peaks.readings(device)]
         if not readings:
             return None
         missed = [row for device in devices for row in self._peaks.missed(device, self._live_within(device))]
+        slopes = (-np.inf, np.inf)
+        if first is not None:
+            totals = [self._peaks.runs[0].memory[device].total_bytes for device in (first[0], devices[0])]
+            apart = SHARED_BY_KIND if totals[0] == totals[1] else SHARED
+            slopes = (first[1].corners[:, 1].min() * (1 - apart), first[1].corners[:, 1].max() * (1 + apart))
         return agreeing_with(self._bounds(readings, missed, slopes))
 
     def _live_within(self, device: int) -> float:
         """Live bytes with which the device would be full."""
         room = float(self.room_bytes[device])
-        return room - float(self._excess[1](np.array([room]))[0])
+        return room - float(self._excess[2](np.array([room]))[0])
 
     def _bounds(
-        self, readings: Sequence[Reading], missed: Sequence[tuple[Floats, float]], shared: Polytope | None
+        self, readings: Sequence[Reading], missed: Sequence[tuple[Floats, float]], slopes: tuple[float, float]
     ) -> Bounds:
         rows = np.array([reading.row for reading in readings])
         peaks = np.array([reading.peak_bytes for reading in readings], dtype=float)
@@ -219,10 +228,7 @@ class MemoryModel:
         room = self.room_bytes.max()
         end_most = np.where(largest > 0, peaks.max() / np.maximum(largest, 1), room)
         end_least = np.full(width, -np.inf)
-        if shared is not None:
-            slopes = shared.corners[:, 1]
-            end_most[1] = min(end_most[1], slopes.max() * (1 + SHARED))
-            end_least[1] = slopes.min() * (1 - SHARED)
+        end_least[1], end_most[1] = slopes[0], min(end_most[1], slopes[1])
         if not accumulates.any() or accumulates.all():
             end_most[2] = 0.0  # part of what is fixed, until trials tell them apart
         all_rows.append(ends)
@@ -239,7 +245,8 @@ class MemoryModel:
     def _check(self, attempt: Attempt) -> None:
         """Compare a trial with what was predicted of it; change how much steeper lines may become accordingly."""
         split, memory = attempt.split, attempt.measurement.memory
-        predicted = self.needed(np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float))
+        steps, shards = np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float)
+        predicted = self.needed(steps, shards)
         if attempt.measurement.throughput is not None and memory:
             held = np.array([reading.peak_reserved_bytes for reading in memory], dtype=float)
         elif attempt.lacking:
@@ -253,11 +260,12 @@ class MemoryModel:
         if error > TOLERANCE or failed:
             self.steepening = min(1.0, 2 * self.steepening)
             self.margin += max(WIDENING * error, LEAST_WIDENING) if failed else WIDENING * error
-        elif (
-            self._reached(predicted.likely[0])
-            and np.abs(held / np.maximum(predicted.likely[0], 1.0) - 1).max() < LEAST_WIDENING
-        ):
-            self.steepening = max(SETTLED_STEEPENING, self.steepening / 2)
+        elif self._reached(predicted.likely[0]):
+            if np.abs(held / np.maximum(predicted.likely[0], 1.0) - 1).max() < LEAST_WIDENING:
+                self.steepening = max(SETTLED_STEEPENING, self.steepening / 2)
+            margin, self.margin = self.margin, 0.0
+            enough = WIDENING * float((held / np.maximum(self.needed(steps, shards).most[0], 1.0) - 1).max())
+            self.margin = max(min(margin, SETTLED_MARGIN), min(margin, enough), margin / 2)
 
     def _reached(self, likely: Floats) -> bool:
         """Whether a prediction went beyond what had been measured, so that it tells something."""

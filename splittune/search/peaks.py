@@ -146,8 +146,8 @@ class Peaks:
         less, more = accumulates < min(seen), accumulates > max(seen)
         return np.where(less, unknown, 0.0), np.where(more, unknown, 0.0)
 
-    def excesses(self) -> tuple[Excess, Excess, Excess]:
-        """What the allocator holds beyond what is live: least, most, and when it runs short.
+    def excesses(self) -> tuple[Excess, Excess, Excess, Excess]:
+        """What the allocator holds beyond what is live: least, on average, most, and when it runs short.
 
         Running short it hands back the blocks that are free before it gives up, so of its quanta no more than the fewest
         seen are taken to stay.
@@ -160,7 +160,12 @@ class Peaks:
         ] or [(1, 0)]
         quanta = [min(extra, QUANTUM_BYTES) for _, extra in pairs]
         ratios = [max(0, extra - QUANTUM_BYTES) / live for live, extra in pairs]
-        return Excess(0, min(ratios)), Excess(max(quanta), max(ratios)), Excess(min(quanta), max(ratios))
+        return (
+            Excess(0, max(0.0, 2 * min(ratios) - max(ratios))),
+            Excess(float(np.mean(quanta)), float(np.mean(ratios))),
+            Excess(max(quanta), max(ratios)),
+            Excess(min(quanta), max(ratios)),
+        )
 
     def proven(self, device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:
         """(N,) the least that a trial held which demanded no less of the device; infinite without one."""

@@ -12,6 +12,7 @@ from scipy.optimize import nnls
 from splittune.profiling.measurement import Measurement
 from splittune.search.attempt import Attempt
 from splittune.search.curves import Curve, fit_curve
+from splittune.search.forms import Form, cost_rows
 
 Floats = NDArray[np.float64]
 
@@ -23,15 +24,19 @@ PRIOR_MISFIT, LENGTH = 0.02, 0.35
 POOR_FIT = 0.05
 # Kernels may work on tiles of so many samples; what that must explain, as a logarithm of likelihood, to be believed as much
 # as that they do not.
-TILES, PRIOR_OF_TILES = (4, 8, 16, 32), 2.0
+TILES, PRIOR_OF_TILES = (2, 4, 8, 16, 32), 2.0
 # Without busy times cards whose memory differs may differ in speed, and nobody knows by how much.
 UNLIKE_MISFIT = 0.1
 # Without busy times: how fast GPU 0 may be beside the others, as the share of theirs that takes as long as its own; how
 # little the least noise is held to tell between ratios, and how much like the others it is held to be.
 GPU0_RATIOS = tuple(np.geomspace(1 / 3, 3, 7))
 MIXING_NOISE, PRIOR_OF_RATIO = 0.03, 0.5
+# About the likeliest of them, ratios that lie between.
+FINER_RATIOS = (3 ** (1 / 6), 3 ** (1 / 12))
 # A form believed less than this is forgotten.
 LEAST_WEIGHT = 0.01
+# For so many forms the best split is solved, where they are believed so much beside the likeliest.
+MAX_BELIEVED, WORTH_BELIEVING = 2, 0.15
 # The host's time for each card, as a share of the most that the trials leave for it.
 HOST_SHARES, HOST_GAIN = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0), 0.5
 # Cards of a kind are busy for the same time with the same share, to this and noise.
@@ -68,8 +73,11 @@ class TimeModel:
         self._shards = np.array([run.split.shard_sizes for run in self._runs], dtype=float)
         self._log_measured = np.log(np.array([run.step_time_s for run in self._runs], dtype=float))
         self._tells_busy = all(run.device_busy_s is not None for run in self._runs)
+        self._cost_rows = cost_rows(self._steps, self._shards)
+        self._updates = self._rows_of_updates()
         self._forms = self._fit_forms()
-        self._left = self._log_measured - self._log_form(self._steps, self._shards)[0]
+        self._weights = np.array([form.weight for form in self._forms])
+        self._left_of_each = self._log_measured - self._ask_forms(self._steps, self._shards)[0]
         self._kinds = self._kinds_of_others()
         self._amplitude = max(PRIOR_MISFIT if len(self._kinds) < 2 else UNLIKE_MISFIT, self.misfit)
         self._points = _features(self._shards, self._kinds)
@@ -80,14 +88,13 @@ class TimeModel:
     @property
     def misfit(self) -> float:
         """Root mean square of what the form leaves, relative; above `POOR_FIT` the form does not fit."""
-        return float(np.sqrt((self._left**2).mean()))
+        return float(np.sqrt(((self._weights @ self._left_of_each) ** 2).mean()))
 
     def doubts(self) -> tuple[str, ...]:
         """What the form could not explain, in a sentence; empty where it fitted."""
-        bends = [form.weight * form.bend(self._shards) for form in self._forms]
-        off = float(
-            np.sqrt(((self._left + np.sum(bends, axis=0)) ** 2).mean())
-        )  # curves that left their form count, too
+        # curves that left their form count, too
+        left = self._weights @ self._left_of_each + self._weights @ [self._bend(form) for form in self._forms]
+        off = float(np.sqrt((left**2).mean()))
         if off <= max(POOR_FIT, 3 * self.noise):
             return ()
         text = f"The time model did not fit: its form leaves {off:.0%} of the step times unexplained, so splits were "
@@ -96,35 +103,54 @@ class TimeModel:
     @property
     def curves(self) -> tuple[Curve, ...]:
         """Each card's seconds for a share, as the likeliest form has them."""
-        return max(self._forms, key=lambda form: form.weight).curves
+        return self.believed_curves[0]
+
+    @property
+    def believed_curves(self) -> list[tuple[Curve, ...]]:
+        """Of the likeliest form, and of another that is believed, too."""
+        forms = sorted(self._forms, key=lambda form: -form.weight)[:MAX_BELIEVED]
+        return [form.curves for form in forms if form.weight >= WORTH_BELIEVING * forms[0].weight]
 
     def predict(self, steps: Floats, shards: Floats) -> StepTimes:
         """For N splits: `steps` (N,), `shards` (N, n)."""
-        form, doubt = self._log_form(steps, shards)
         near = self._amplitude**2 * _alikeness(_features(shards, self._kinds), self._points)
-        log_s = form + near @ self._inverse @ self._left
-        variance = self._amplitude**2 - np.einsum("ij,jk,ik->i", near, self._inverse, near)
-        deviation = np.sqrt(np.maximum(variance, 0.0) + doubt**2)
-        unseen = self._unseen(shards)
-        if unseen.any():
-            # as many cards as no trial had: what the model holds for constant may be each card's, so they get a chance
-            hopeful = self._log_form(steps[unseen], shards[unseen], is_hopeful=True)[0]
-            log_s[unseen] = (log_s[unseen] + hopeful) / 2
-            deviation[unseen] += np.abs(form[unseen] - hopeful) / 2
-        return StepTimes(log_s=log_s, deviation=deviation)
+        weights = near @ self._inverse
+        logs, hopeful, doubts = self._ask_forms(steps, shards)
+        form = self._weights @ logs
+        logs += self._left_of_each @ weights.T
+        log_s = np.asarray(self._weights @ logs)
+        variance = self._amplitude**2 - np.einsum("ij,ij->i", weights, near)
+        variance = np.maximum(variance, 0.0) + (self._weights @ doubts) ** 2 + self._weights @ (logs - log_s) ** 2
+        # as many cards as no trial had: what the model holds for constant may be each card's, so they get a chance
+        better = (form - self._weights @ hopeful) / 2
+        return StepTimes(log_s=log_s - better, deviation=np.sqrt(variance) + np.abs(better))
 
-    def _log_form(self, steps: Floats, shards: Floats, *, is_hopeful: bool = False) -> tuple[Floats, Floats]:
-        """Mean over the forms, and the doubt: in the curve of the slowest card, and in which form it is."""
-        weights = np.array([form.weight for form in self._forms])
-        logs = np.stack([np.log(form.step_s(steps, shards, is_hopeful=is_hopeful)) for form in self._forms])
-        mean = weights @ logs
-        variance = weights @ (logs - mean) ** 2
-        doubt = weights @ np.stack([form.doubt(shards) for form in self._forms])
-        return np.asarray(mean), np.asarray(np.sqrt(variance + doubt**2))
+    def distance(self, shards: Floats) -> Floats:
+        """(N,) how far each split is from those measured, as a difference of logarithms of shares.
+
+        With busy times that of the slowest card, from the shares measured on its kind; without, of whichever is furthest.
+        """
+        if self._tells_busy:
+            likeliest = max(self._forms, key=lambda form: form.weight)
+            return likeliest.of_slowest(shards, likeliest.slowest(shards)[0], Curve.distance)
+        apart = _features(shards, self._kinds)[:, None, 1:] - self._points[None, :, 1:]
+        return np.asarray(np.abs(apart).max(axis=2).min(axis=1))
+
+    def _ask_forms(self, steps: Floats, shards: Floats) -> tuple[Floats, Floats, Floats]:
+        """(F, N) each: logarithms of what each form says, of what it hopes where no trial had as many cards, and its doubt."""
+        rows = cost_rows(steps, shards)
+        unseen = ~np.isin(rows[:, 4], self._cost_rows[:, 4])
+        logs, hopeful, doubts = (np.empty((len(self._forms), len(steps))) for _ in range(3))
+        for i, form in enumerate(self._forms):
+            which, busy = form.slowest(shards)
+            logs[i] = hopeful[i] = np.log(form.step_s(rows, busy))
+            hopeful[i, unseen] = np.log(form.hopeful_step_s(rows[unseen], busy[unseen]))
+            doubts[i] = form.of_slowest(shards, which, Curve.doubt)
+        return logs, hopeful, doubts
 
     # --- fitting -----------------------------------------------------------------------------------------------------
 
-    def _fit_forms(self) -> list[_Form]:
+    def _fit_forms(self) -> list[Form]:
         if self._tells_busy:
             plain = self._curves_of_busy_cards(1)
             if all(curve.is_well_known(self.noise) for curve in plain):
@@ -135,29 +161,60 @@ class TimeModel:
             return self._weighed(forms)
         micro_steps = np.array([_typical_s(run) for run in self._runs])
         forms = []
-        for ratio in GPU0_RATIOS if self._shards.shape[1] > 1 else (1.0,):
-            ratios = np.array([ratio] + [1.0] * (self._shards.shape[1] - 1))
-            # of a single size the curve may take all: what is constant falls out of the comparison
-            curve = fit_curve((self._shards * ratios).max(axis=1), micro_steps, self.noise)
-            assert curve is not None
-            curves = (replace(curve, ratio=float(ratio)), *[curve] * (self._shards.shape[1] - 1))
-            forms.append((-PRIOR_OF_RATIO * float(np.log(ratio)) ** 2, self._form_of(curves)))
+        for alike in self._alike_gpu0():
+
+            def form_of(ratio: float, alike: NDArray[np.bool_] = alike) -> tuple[float, Form]:
+                prior = -PRIOR_OF_RATIO * float(np.log(ratio)) ** 2
+                return prior, self._form_of(self._curves_with(np.where(alike, ratio, 1.0), micro_steps))
+
+            own = [form_of(ratio) for ratio in (GPU0_RATIOS if not alike.all() else (1.0,))]
+            for finer in FINER_RATIOS if not alike.all() else ():
+                middle = max(own, key=lambda pair: pair[0] + self._score(pair[1]))[1].curves[0].ratio
+                own += [form_of(middle / finer), form_of(middle * finer)]
+            forms += own
+        likeliest = max(forms, key=lambda pair: pair[0] + self._score(pair[1]))[1]
+        for ratios in {tuple(curve.ratio for curve in likeliest.curves), (1.0,) * self._shards.shape[1]}:
+            tiled = [
+                self._curves_with(np.array(ratios), micro_steps, tile) for tile in TILES if tile <= self._shards.max()
+            ]
+            forms += [(-PRIOR_OF_TILES, self._form_of(curves)) for curves in tiled if curves[0].tile > 1]
         return self._weighed(forms)
 
-    def _weighed(self, forms: Sequence[tuple[float, _Form]]) -> list[_Form]:
+    def _alike_gpu0(self) -> list[NDArray[np.bool_]]:
+        """Which cards may be of GPU 0's speed, (n,) each: itself alone, or all of its memory, where there are others."""
+        totals = np.array(self._totals())
+        alone, same = np.arange(len(totals)) == 0, totals == totals[0]
+        return [alone] if same.all() or (same == alone).all() else [alone, same]
+
+    def _curves_with(self, ratios: Floats, micro_steps: Floats, tile: int = 1) -> tuple[Curve, ...]:
+        """One curve for all cards, each of whose shares take as long as its ratio times as many on the others."""
+        # of a single size the curve may take all: what is constant falls out of the comparison
+        curve = fit_curve((self._shards * ratios).max(axis=1), micro_steps, self.noise, tile)
+        assert curve is not None
+        scaled = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
+        return tuple(scaled[ratio] for ratio in ratios)
+
+    def _weighed(self, forms: Sequence[tuple[float, Form]]) -> list[Form]:
         """The forms, each with a logarithm of what it is believed beforehand, weighed by what of the trials they leave."""
-        scores = []
-        for prior, form in forms:
-            left = np.log(form.step_s(self._steps, self._shards)) - self._log_measured + form.bend(self._shards)
-            if self._tells_busy:
-                curves = {id(curve): curve for curve in form.curves}.values()
-                left = np.concatenate([left, *(curve.deviations for curve in curves)])
-            scores.append(prior - float((left**2).sum()) / (2 * max(self.noise, MIXING_NOISE) ** 2))
+        scores = [prior + self._score(form) for prior, form in forms]
         weights = np.exp(np.array(scores) - max(scores))
         weights[weights < LEAST_WEIGHT * weights.sum()] = 0.0
         weights /= weights.sum()
         pairs = zip(weights, forms, strict=True)
         return [replace(form, weight=float(weight)) for weight, (_, form) in pairs if weight]
+
+    def _score(self, form: Form) -> float:
+        """Logarithm of how likely the trials are if this is the form."""
+        predicted = form.step_s(self._cost_rows, form.slowest(self._shards)[1])
+        left = np.log(predicted) - self._log_measured + self._bend(form)
+        if self._tells_busy:
+            curves = {id(curve): curve for curve in form.curves}.values()
+            left = np.concatenate([left, *(curve.deviations for curve in curves)])
+        return -float((left**2).sum()) / (2 * max(self.noise, MIXING_NOISE) ** 2)
+
+    def _bend(self, form: Form) -> Floats:
+        """(R,) by how much the curve of the slowest card had to leave its form to meet each trial."""
+        return form.of_slowest(self._shards, form.slowest(self._shards)[0], Curve.deviation)
 
     def _curves_of_busy_cards(self, tile: int) -> tuple[Curve, ...]:
         busy = np.array([run.device_busy_s for run in self._runs], dtype=float)
@@ -172,7 +229,8 @@ class TimeModel:
         # a card that has had no share yet is hoped to be like one of its memory, or like the fastest
         totals = self._totals()
         known = {i: curve for i, curve in enumerate(fitted) if curve is not None}
-        by_speed = sorted(known, key=lambda i: float(known[i](np.array([8.0]))[0]))
+        at = min(curve.shares[-1:] for curve in known.values())  # what was measured of all of them
+        by_speed = sorted(known, key=lambda i: float(known[i](at)[0]))
         return tuple(
             known[min(by_speed, key=lambda other: (totals[other] != totals[i], by_speed.index(other)))]
             if curve is None
@@ -210,111 +268,45 @@ class TimeModel:
                 home.append(device)
         return groups
 
-    def _form_of(self, curves: tuple[Curve, ...]) -> _Form:
+    def _form_of(self, curves: tuple[Curve, ...]) -> Form:
         """Costs from whole steps, and from updates where a step has them apart; the host's time by trying some."""
-        bare = _Form(curves, np.zeros(5), 1.0, self._tells_busy)
         active = (self._shards > 0).sum(axis=1)
         most = min(_typical_s(run) / count for run, count in zip(self._runs, active, strict=True))
-        costs, left = self._costs_of(bare)
-        best = replace(bare, costs=costs)
+        form = Form(curves=curves, costs=np.zeros(5), most_host_s=most, tells_busy=self._tells_busy)
+        _, slowest = form.slowest(self._shards)
+        costs, left = self._costs_beside(slowest)
+        best = replace(form, costs=costs)
         if not self._tells_busy or left <= len(self._runs) * self.noise**2:
             return best
         least = HOST_GAIN * left  # waiting for the host must explain much of what is left, or there is none
         for share in HOST_SHARES:
-            form = replace(bare, host_s=share * most)
-            costs, left = self._costs_of(form)
+            costs, left = self._costs_beside(np.maximum(slowest, share * most * active))
             if left < least:
-                best, least = replace(form, costs=costs), left
+                best, least = replace(form, costs=costs, host_s=share * most), left
         return best
 
-    def _costs_of(self, form: _Form) -> tuple[Floats, float]:
-        """c, omega, h, u and r, and the squared relative error they leave."""
+    def _rows_of_updates(self) -> tuple[Floats, Floats]:
+        """The rows that updates alone add to those of whole steps, a fifth as important, and what each of them makes."""
+        known = [i for i, run in enumerate(self._runs) if run.update_time_s and run.split.accumulation_steps >= 3]
+        seconds = np.array([self._runs[i].update_time_s for i in known], dtype=float)
+        rows = self._cost_rows[known] * [0, 0, 0, 1, 1]
+        return 0.2 * rows / seconds[:, None], np.full(len(known), 0.2)
+
+    def _costs_beside(self, slowest: Floats) -> tuple[Floats, float]:
+        """c, omega, h, u and r beside the slowest cards' seconds, and the squared relative error they leave."""
         measured = np.exp(self._log_measured)
-        rest = np.maximum(measured - self._steps * form.slowest(self._shards), 0.0)
-        rows = [_cost_rows(self._steps, self._shards) / measured[:, None]]
-        targets = [rest / measured]
-        for i, run in enumerate(self._runs):
-            if run.update_time_s is not None and run.split.accumulation_steps >= 3:
-                row = _cost_rows(self._steps[i : i + 1], self._shards[i : i + 1])
-                row[:, :3] = 0.0
-                rows.append(0.2 * row / run.update_time_s)
-                targets.append(np.array([0.2]))
-        costs, _ = nnls(np.concatenate(rows), np.concatenate(targets))
-        predicted = self._steps * form.slowest(self._shards) + _cost_rows(self._steps, self._shards) @ costs
-        return np.asarray(costs), float((np.log(predicted / measured) ** 2).sum())
-
-    def _unseen(self, shards: Floats) -> NDArray[np.bool_]:
-        seen = {int(count) for count in (self._shards > 0).sum(axis=1)}
-        return ~np.isin((shards > 0).sum(axis=1), list(seen))
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """One set of curves and costs, and how much it is believed among the others."""
-
-    curves: tuple[Curve, ...]
-    costs: Floats
-    weight: float
-    tells_busy: bool
-    host_s: float = 0.0
-    """For each card taking part: one thread launches for all, and the slowest card may wait for it."""
-
-    def busy_s(self, shards: Floats) -> Floats:
-        """(N, n) shards to (N, n) seconds each card works."""
-        return _looked_up(self.curves, shards)
-
-    def slowest(self, shards: Floats) -> Floats:
-        return np.asarray(np.maximum(self.busy_s(shards).max(axis=1), self.host_s * (shards > 0).sum(axis=1)))
-
-    def step_s(self, steps: Floats, shards: Floats, *, is_hopeful: bool = False) -> Floats:
-        costs, slowest = self.costs, self.slowest(shards)
-        if is_hopeful:
-            n = shards.shape[1]
-            costs = np.array([0.0, costs[1], costs[0] / n + costs[2], 0.0, costs[3] / n + costs[4]])
-            if not self.tells_busy:  # the curve holds what is constant
-                slowest = slowest - self.curves[-1].floor_s * (1 - (shards > 0).sum(axis=1) / n)
-        return np.asarray(np.maximum(steps * slowest + _cost_rows(steps, shards) @ costs, 1e-12))
-
-    def doubt(self, shards: Floats) -> Floats:
-        """(N,) the doubt in the curve of the slowest card."""
-        slowest = self.busy_s(shards).argmax(axis=1)
-        shares = shards[np.arange(len(shards)), slowest]
-        doubts = np.zeros(len(shards))
-        for curve in {id(curve): curve for curve in self.curves}.values():
-            own = np.array([other is curve for other in self.curves])[slowest]
-            doubts[own] = curve.doubt(shares[own])
-        return doubts
-
-    def bend(self, shards: Floats) -> Floats:
-        """(N,) by how much the curve of the slowest card had to leave its form."""
-        slowest = self.busy_s(shards).argmax(axis=1)
-        bends = np.stack([curve.deviation(shards[:, i]) for i, curve in enumerate(self.curves)], axis=1)
-        return np.asarray(bends[np.arange(len(shards)), slowest])
-
-
-def _looked_up(curves: Sequence[Curve], shards: Floats) -> Floats:
-    """(N, n) seconds: each card's curve of its shares, worked out once for each size, of which there are far fewer."""
-    largest = int(shards.max(initial=0))
-    if largest > 2 * len(shards):
-        return np.stack([curve(shards[:, i]) for i, curve in enumerate(curves)], axis=1)
-    sizes, whole = np.arange(largest + 1, dtype=float), shards.astype(int)
-    seconds = np.empty_like(shards)
-    for curve in {id(curve): curve for curve in curves}.values():
-        own = [i for i, other in enumerate(curves) if other is curve]
-        seconds[:, own] = curve(sizes)[whole[:, own]]
-    return seconds
-
-
-def _cost_rows(steps: Floats, shards: Floats) -> Floats:
-    active = (shards > 0).sum(axis=1)
-    return np.column_stack(
-        [steps, steps * shards.sum(axis=1) * (active > 1), steps * active, np.ones_like(steps), active - 1.0]
-    )
+        rows, (updates, targets) = self._cost_rows / measured[:, None], self._updates
+        rest = np.maximum(measured - self._steps * slowest, 0.0) / measured
+        costs, _ = nnls(np.concatenate([rows, updates]), np.concatenate([rest, targets]))
+        predicted = self._steps * slowest / measured + rows @ costs
+        return np.asarray(costs), float((np.log(predicted) ** 2).sum())
 
 
 def _features(shards: Floats, kinds: Sequence[Sequence[int]]) -> Floats:
-    others = [np.log1p(shards[:, kind].max(axis=1)) for kind in kinds]
-    return np.column_stack([np.log1p(shards.sum(axis=1)), np.log1p(shards[:, 0]), *others])
+    """(N, 2 + kinds) logarithms of the micro-batch, and of the share of GPU 0 and of each kind, none so small that it can't matter."""
+    least = shards.max(axis=1) / GPU0_RATIOS[-1]
+    others = [np.log1p(np.maximum(shards[:, kind].max(axis=1), least)) for kind in kinds]
+    return np.column_stack([np.log1p(shards.sum(axis=1)), np.log1p(np.maximum(shards[:, 0], least)), *others])
 
 
 def _alikeness(some: Floats, others: Floats) -> Floats:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -21,8 +20,8 @@ def line(floor_s: float, slope_s: float, knee: float = 0.0) -> Curve:
     return Curve(floor_s, slope_s, knee, np.array([1.0]), np.zeros(1))
 
 
-def with_limits(limits: list[int]) -> Callable[[Floats, Floats], Floats]:
-    return lambda steps, sizes: np.tile(np.array(limits, dtype=float), (len(steps), 1))
+def with_limits(space: SplitSpace, limits: list[int]) -> Floats:
+    return np.tile(np.array(limits, dtype=float), (1, len(list(micro_batches(space))), 1))
 
 
 def slowest_s(curves: list[Curve], shards: Floats) -> Floats:
@@ -60,7 +59,7 @@ def of_size(table: SplitTable, size: int) -> Floats:
 def test_shards_are_legal_and_within_what_memory_holds(machine: tuple[SplitSpace, list[Curve], list[int]]) -> None:
     """Every row is a split of the space, and no card gets more than its limit or, taking part, less than the least share."""
     space, curves, limits = machine
-    table = balanced_table(space, curves, with_limits(limits))
+    table = balanced_table(space, curves, with_limits(space, limits))
     assert all(table.split(row) in space for row in range(len(table)))
     assert (table.shards <= np.array(limits)).all()
     assert (table.shards >= space.min_shard_size).all()
@@ -72,7 +71,7 @@ def test_with_all_cards_taking_part_the_slowest_is_as_fast_as_can_be(
 ) -> None:
     """Of all ways to share a micro-batch within the limits none has a slowest card that is faster, as trying all shows."""
     space, curves, limits = machine
-    table = balanced_table(space, curves, with_limits(limits))
+    table = balanced_table(space, curves, with_limits(space, limits))
     smallest = max(1, space.min_shard_size)
     for _, size in micro_batches(space):
         possible = every_composition(size, limits, smallest)
@@ -85,16 +84,16 @@ def test_with_all_cards_taking_part_the_slowest_is_as_fast_as_can_be(
 def test_lines_are_balanced_in_closed_form() -> None:
     """A card twice as fast gets twice the samples, and a launch floor is paid for in samples."""
     space = SplitSpace(global_batch_size=12, num_devices=2, shares="each", max_accumulation_steps=1)
-    whole = balanced_table(space, [line(0.0, 2.0), line(0.0, 1.0)], with_limits([12, 12]))
+    whole = balanced_table(space, [line(0.0, 2.0), line(0.0, 1.0)], with_limits(space, [12, 12]))
     assert [4.0, 8.0] in whole.shards.tolist()
-    floored = balanced_table(space, [line(4.0, 1.0), line(0.0, 1.0)], with_limits([12, 12]))
+    floored = balanced_table(space, [line(4.0, 1.0), line(0.0, 1.0)], with_limits(space, [12, 12]))
     assert [4.0, 8.0] in floored.shards.tolist()
 
 
 def test_what_memory_does_not_hold_goes_to_the_others() -> None:
     """A card with room for 2 gets 2, and the others balance the rest."""
     space = SplitSpace(global_batch_size=12, num_devices=3, shares="each", max_accumulation_steps=1)
-    table = balanced_table(space, [line(0.0, 1.0)] * 3, with_limits([2, 12, 12]))
+    table = balanced_table(space, [line(0.0, 1.0)] * 3, with_limits(space, [2, 12, 12]))
     assert [2.0, 5.0, 5.0] in table.shards.tolist()
 
 
@@ -102,7 +101,7 @@ def test_slow_cards_may_stay_out() -> None:
     """Every number of cards is tried, fastest first, GPU 0 left out too; with a least share all take part."""
     space = SplitSpace(global_batch_size=12, num_devices=3, shares="each", max_accumulation_steps=1)
     curves = [line(1.0, 1.0), line(1.0, 0.5), line(1.0, 4.0)]
-    found = {tuple(row > 0) for row in balanced_table(space, curves, with_limits([12] * 3)).shards}
+    found = {tuple(row > 0) for row in balanced_table(space, curves, with_limits(space, [12] * 3)).shards}
     assert found == {
         (False, True, False),
         (True, True, False),
@@ -110,13 +109,13 @@ def test_slow_cards_may_stay_out() -> None:
         (False, True, True),
     }
     least = SplitSpace(global_batch_size=12, num_devices=3, shares="each", max_accumulation_steps=1, min_shard_size=2)
-    assert (balanced_table(least, curves, with_limits([12] * 3)).shards >= 2).all()
+    assert (balanced_table(least, curves, with_limits(space, [12] * 3)).shards >= 2).all()
 
 
 def test_micro_batches_that_no_cards_can_take_are_left_out() -> None:
     """Where the limits together hold 7, there is no row for 12 samples, and one for 6."""
     space = SplitSpace(global_batch_size=12, num_devices=2, shares="each")
-    table = balanced_table(space, [line(0.0, 1.0)] * 2, with_limits([3, 4]))
+    table = balanced_table(space, [line(0.0, 1.0)] * 2, with_limits(space, [3, 4]))
     assert table.micro_batch_sizes.max() == 6
     assert of_size(table, 6).tolist() == pytest.approx(np.array([[3.0, 3.0]]))
 
@@ -124,6 +123,31 @@ def test_micro_batches_that_no_cards_can_take_are_left_out() -> None:
 def test_the_odd_sample_does_not_go_to_gpu0() -> None:
     """Where all cards are alike and the samples do not go round, GPU 0, which holds most, is asked last."""
     space = SplitSpace(global_batch_size=10, num_devices=4, shares="each", max_accumulation_steps=1)
-    table = balanced_table(space, [line(0.0, 1.0)] * 4, with_limits([10] * 4))
+    table = balanced_table(space, [line(0.0, 1.0)] * 4, with_limits(space, [10] * 4))
     everybody = table.shards[(table.shards > 0).all(axis=1)]
     assert everybody.tolist() == [[2.0, 3.0, 3.0, 2.0]]
+
+
+def test_the_cards_that_take_most_take_part() -> None:
+    """A fast card that memory holds to two samples gives its place to a slower one that takes ten."""
+    space = SplitSpace(global_batch_size=20, num_devices=3, shares="each")
+    curves = [line(0.0, 2.0), line(0.0, 1.0), line(0.0, 3.0)]
+    table = balanced_table(space, curves, with_limits(space, [20, 2, 20]))
+    pairs = of_size(table, 20)[(of_size(table, 20) > 0).sum(axis=1) == 2]
+    assert [12.0, 0.0, 8.0] in pairs.tolist()
+
+
+def test_no_share_stops_short_of_a_faster_kernel() -> None:
+    """From 8 samples on another kernel takes half the time: cards take 8 rather than the 7 that take longer."""
+    space = SplitSpace(global_batch_size=16, num_devices=3, shares="each")
+    faster = Curve(0.0, 1.0, 0.0, np.array([1.0, 7.0, 8.0, 16.0]), np.log([1.0, 1.0, 0.5, 0.5]))
+    table = balanced_table(space, [faster] * 3, with_limits(space, [16] * 3))
+    assert sorted(of_size(table, 16)[(of_size(table, 16) > 0).sum(axis=1) == 2][0])[1:] == [8.0, 8.0]
+
+
+def test_there_is_a_split_for_each_way_to_tell_what_fits() -> None:
+    """Of two answers to what memory holds both are there: what fits for sure, and what is faster."""
+    space = SplitSpace(global_batch_size=12, num_devices=2, shares="each")
+    careful, bold = with_limits(space, [4, 12]), with_limits(space, [6, 12])
+    table = balanced_table(space, [line(0.0, 1.0)] * 2, np.concatenate([careful, bold]))
+    assert {(4.0, 8.0), (6.0, 6.0)} <= {tuple(row) for row in of_size(table, 12)}

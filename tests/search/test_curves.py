@@ -49,6 +49,22 @@ def test_a_knee_is_found_where_a_straight_line_does_not_do() -> None:
     assert at(curve, 4, 256) == pytest.approx([0.020, 0.260], rel=0.02)
 
 
+@given(
+    floor_s=st.floats(0, 1),
+    slope_s=st.floats(0.01, 1),
+    knee=st.floats(5, 60),
+    noise=st.sampled_from([0.0, NOISE]),
+)
+def test_a_knee_is_found_exactly(floor_s: float, slope_s: float, knee: float, noise: float) -> None:
+    """Wherever it lies between two shares: it is where the flat of the smaller ones meets the line of the larger."""
+    shares = [1.0, 4.0, 64.0, 96.0, 128.0]
+    curve = fitted(shares, [floor_s + slope_s * max(share, knee) for share in shares], noise)
+    if floor_s + slope_s * 128 > 1.2 * (floor_s + slope_s * knee):
+        wanted = [20.0, 32.0, 50.0, 256.0]
+        truth = [floor_s + slope_s * max(share, knee) for share in wanted]
+        assert at(curve, *wanted) == pytest.approx(truth, rel=0.005)
+
+
 def test_of_a_single_share_most_is_taken_for_floor() -> None:
     """One share alone cannot tell a floor from a slope: it is met exactly, and others are in much doubt."""
     curve = fitted([4.0, 4.0], [0.010, 0.010])

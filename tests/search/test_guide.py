@@ -80,13 +80,14 @@ def test_it_gives_up_when_all_is_ruled_out() -> None:
 
 
 def test_the_slow_card_is_relieved() -> None:
-    """Where GPU 0 is half as fast, the guide ends at shares that finish together."""
+    """Where GPU 0 is half as fast, the guide soon comes to shares that finish together; what trials are left only check."""
     slow, fast = CardTime(launch_s=0.002, sample_s=0.004), CardTime(launch_s=0.002, sample_s=0.002)
     problem = job(3, B=100, times=[slow, fast, fast])
     _, attempts = guided(problem)
     best = max((a for a in attempts if a.fits), key=lambda a: a.throughput).split
     assert best == split(100, 1, 20, 40, 40)
-    assert len(attempts) <= 10
+    assert best in [attempt.split for attempt in attempts[:5]]
+    assert len(attempts) <= 12
 
 
 def test_a_space_too_large_to_list_is_searched_by_balance() -> None:
@@ -175,7 +176,7 @@ def test_fewer_samples_than_cards_are_enough(B: int) -> None:
     assert max(attempt.throughput for attempt in attempts) == pytest.approx(problem.best_throughput, rel=0.02)
 
 
-@pytest.mark.parametrize("seed", [70_129, 70_235, 70_394])
+@pytest.mark.parametrize("seed", [61_064, 61_409, 61_423])
 def test_where_memory_is_no_straight_line_a_likely_split_is_ventured(seed: int) -> None:
     """The best of these is never vouched for, since a trial took more than the model held possible; it is tried all the same."""
     problem = draw(seed)
@@ -208,3 +209,25 @@ def test_of_a_tiny_space_all_that_may_fit_is_measured() -> None:
     _, attempts = guided(problem)
     assert problem.best_throughput is not None
     assert max(attempt.throughput for attempt in attempts) == pytest.approx(problem.best_throughput)
+
+
+@pytest.mark.parametrize("starts_at", [66, 68, 70])
+def test_a_faster_kernel_beyond_all_that_was_measured_is_found(starts_at: int) -> None:
+    """Nothing foretells that larger shares than the even split's take less time; one is tried while there are trials to spare."""
+    times = [CardTime(launch_s=0.02, sample_s=0.002, switch_at=starts_at, switch_factor=0.85)] * 4
+    problem = job(4, B=256, times=times, micro_step_s=0.02)
+    assert problem.best_throughput is not None
+    assert problem.throughput(even(256, 1, 4)) < 0.95 * problem.best_throughput
+    proposals, attempts = guided(problem, most=12)
+    assert any("unless another kernel runs" in one.reason for one in proposals)
+    assert max(attempt.throughput for attempt in attempts) > 0.98 * problem.best_throughput
+
+
+def test_too_little_headroom_with_one_share_rules_out_no_larger_one_that_is_ventured() -> None:
+    """What the allocator holds varies from share to share: a split fits that demands no less than one which did not."""
+    problem = draw(65_446)
+    proposals, attempts = guided(problem, most=12)
+    ventured = [one for one in attempts if one.fits and any(other.rules_out(one.split) for other in attempts)]
+    assert ventured
+    assert max(one.throughput for one in ventured) == max(attempt.throughput for attempt in attempts)
+    assert any("memory is no straight line here" in one.reason for one in proposals)

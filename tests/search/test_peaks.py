@@ -116,9 +116,10 @@ def test_a_device_that_never_worked_is_in_doubt_as_gpu0_is() -> None:
 def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> None:
     """Up to a block beyond what is live says nothing of larger sizes, and is handed back when short; more grows with them."""
     held = [memory(0, 500, peak_reserved_bytes=572), memory(1, 50, peak_reserved_bytes=54)]
-    least, most, squeezed = peaks(ran(even(B, 4, 2), *held)).excesses()
+    least, mean, most, squeezed = peaks(ran(even(B, 4, 2), *held)).excesses()
     live = np.array([1000.0 * MIB])
     assert least(live)[0] == pytest.approx(0)
+    assert mean(live)[0] == pytest.approx((QUANTUM_BYTES + 4 * MIB) / 2 + 0.05 * live[0])
     assert most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
     assert squeezed(live)[0] == pytest.approx(4 * MIB + 0.1 * live[0])
 

@@ -137,6 +137,45 @@ def test_without_busy_times_the_slowest_card_is_told_by_whole_steps() -> None:
     assert model.curves[0].ratio == pytest.approx(2, rel=0.2)
 
 
+@pytest.mark.parametrize("ratio", [0.45, 0.8, 1.25, 2.3])
+def test_without_busy_times_gpu0s_speed_is_told_closely(ratio: float) -> None:
+    """Between the ratios that are tried first, too, where its share and the others' take as long is found."""
+    times = [CardTime(launch_s=0.0, sample_s=0.002 * ratio), *[CardTime(launch_s=0.0, sample_s=0.002)] * 2]
+    problem = job(3, B=B, times=times, tells_busy=False)
+    tried = [even(B, 8, 3), even(B, 2, 3), split(B, 2, 4, 14, 14), split(B, 2, 20, 6, 6), split(B, 1, 36, 14, 14)]
+    wanted = [split(B, 1, share, (B - share) // 2, (B - share) // 2) for share in (10, 16, 20, 24, 30)]
+    assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.04)
+
+
+def test_without_busy_times_cards_of_gpu0s_memory_may_share_its_speed() -> None:
+    """Three fast cards of one memory beside a slow one of another: what the last has decides, not what GPU 0 has."""
+    fast, slow = CardTime(launch_s=0.005, sample_s=0.001), CardTime(launch_s=0.005, sample_s=0.003)
+    memories = [card_memory(is_first=i == 0, total=10**6 if i < 3 else 10**5) for i in range(4)]
+    problem = job(memories, B=B, times=[fast, fast, fast, slow], tells_busy=False)
+    tried = [even(B, 8, 4), even(B, 2, 4), split(B, 2, 5, 9, 9, 9), split(B, 3, 1, 7, 7, 7), split(B, 4, 1, 6, 5, 4)]
+    wanted = [split(B, 1, 1, 22, 21, 20), split(B, 1, 16, 17, 16, 15), split(B, 3, 1, 8, 7, 6)]
+    assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
+
+
+def test_without_busy_times_tiles_are_found() -> None:
+    """Whole steps whose shares of 10, 12 and 15 take as long, and 17 twice that, show tiles of 16."""
+    problem = job(
+        2, B=B, times=[CardTime(launch_s=0.002, sample_s=0.004, tile=16, tile_weight=1.0)] * 2, tells_busy=False
+    )
+    tried = [even(B, 32, 2), split(B, 3, 10, 12), split(B, 3, 7, 15), split(B, 2, 15, 17)]
+    wanted = [even(B, 2, 2), split(B, 4, 1, 15), split(B, 3, 8, 14)]
+    assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.05)
+
+
+def test_without_busy_times_a_share_too_small_to_matter_is_in_no_doubt() -> None:
+    """Of unlike cards GPU 0 with 2 samples and the others with 31 is as good as known once it was 1 and 31."""
+    memories = [card_memory(is_first=i == 0, total=total) for i, total in enumerate((10**6, 10**5, 10**4))]
+    problem = job(memories, B=B, tells_busy=False)
+    model = model_of(problem, [even(B, k, 3) for k in (16, 4)] + [split(B, 1, 1, 31, 32)])
+    near, far = doubts(model, split(B, 1, 4, 30, 30), split(B, 1, 40, 12, 12))
+    assert near < 0.04 < far
+
+
 def test_without_busy_times_what_was_not_tried_is_in_doubt() -> None:
     """After even splits alone nobody knows which card is slow: an uneven one is in doubt, an even one is not."""
     problem = job(3, B=B, tells_busy=False)
@@ -165,6 +204,23 @@ def test_a_card_that_never_worked_is_hoped_to_be_like_its_kind() -> None:
     model = model_of(problem, [split(B, 8, 4, 4, 0, 0), split(B, 4, 8, 8, 0, 0)])
     assert model.curves[2] is model.curves[1]
     assert model.curves[3] is model.curves[0]
+
+
+def test_a_card_that_never_worked_is_compared_where_all_were_measured() -> None:
+    """A single share of a slow card tells nothing of larger ones, so what it may take there makes it no faster."""
+    fast, slow = CardTime(launch_s=0.0002, sample_s=0.0014), CardTime(launch_s=0.0003, sample_s=0.0023)
+    problem = job(4, B=16, times=[fast, fast, fast, slow], shares="each")
+    model = model_of(problem, [split(16, 8, 0, 1, 1, 0), split(16, 6, 0, 1, 1, 1), split(16, 4, 0, 2, 2, 0)])
+    assert model.curves[0] is model.curves[1] is not model.curves[3]
+
+
+def test_fewer_cards_than_ever_tried_may_wait_less_for_the_host() -> None:
+    """Where every card had a share, what its cards do not explain may be the host's time for each of them."""
+    problem = job(4, B=B, times=[CardTime(launch_s=0.1, sample_s=1e-6)] * 4, replica_s=0.05, micro_step_s=0.0)
+    model = model_of(problem, [even(B, k, 4) for k in (16, 8, 4, 2)])
+    three = split(B, 3, 0, 8, 7, 7)
+    best = predicted(model, three)[0] * np.exp(-doubts(model, three)[0])
+    assert best <= 1.02 * truth(problem, three)[0]
 
 
 def test_fewer_cards_than_ever_tried_get_a_chance() -> None:
