@@ -42,10 +42,9 @@ NUM_TRIALS_TO_SPARE, SURPRISE, LEAST_SURPRISE = 10, 0.1, 5e-4
 NUM_TRIALS_WELL_SPENT, CHECK_DEVIATIONS, CHECK_GAIN = 12, 4, 0.005
 # Until a trial had full tiles, whose edges no line foresees, splits that have them are given so much more hope.
 TILE_HOPE = 0.2
-# Where a trial took this much more memory than the model held possible, memory is not what the model knows: a split that it
-# cannot vouch for is tried if it could gain so much were it off by so many deviations, and if it is this likely to run, at
-# first and after one ran out of memory.
-VENTURE_MARGIN, VENTURE_GAIN, VENTURE_DEVIATIONS, VENTURE_CHANCES = 0.025, 0.03, 2, (0.5, 0.9)
+# Where memory is no straight line a split that the model cannot vouch for is tried if it could gain so much were it off by so
+# many deviations, and if it is this likely to run, at first and after one ran out of memory.
+VENTURE_GAIN, VENTURE_DEVIATIONS, VENTURE_CHANCES = 0.03, 2, (0.5, 0.9)
 # A split that tells whether another fits should itself keep its headroom with this chance.
 TELLING_CHANCE = 0.5
 # A gain hoped for that is worth a trial that may keep too little headroom, or one of another split to learn from.
@@ -179,13 +178,17 @@ class Guide:
         if outlook.chance[row] < 1 and worth[row] < HOPED_GAIN:
             row = int((worth * (outlook.chance == 1)).argmax())
         at_least = max(2 * worth[row], HOPED_GAIN)
-        detour = self._detour(outlook, attempts, at_least) or self._venture(attempts, time, at_least)
+        detour = self._detour(outlook, attempts, at_least)
         if detour is not None:
             return detour
         best = Proposal(split=outlook.table.split(row), reason=self._why(outlook, row)) if worth[row] > 0 else None
         if np.isinf(outlook.best_log_s) or worth[row] >= max(GOOD_GAIN, NOISE_SHARE * time.noise):
             return best
-        unsure = self._surprise(outlook, attempts, time) or self._check(outlook, attempts)
+        unsure = (
+            self._venture(attempts, time, at_least)
+            or self._surprise(outlook, attempts, time)
+            or self._check(outlook, attempts)
+        )
         return unsure or (best if worth[row] >= max(LEAST_GAIN, NOISE_SHARE * time.noise) else None)
 
     def _outlook(self, attempts: Sequence[Attempt], time: TimeModel, ruling_out: Sequence[Attempt]) -> Outlook | None:
@@ -237,7 +240,7 @@ class Guide:
         one ran out of memory only those are ventured that are likely to run.
         """
         outlook = None
-        if self._memory.margin > VENTURE_MARGIN and len(attempts) < NUM_TRIALS_WELL_SPENT:
+        if not self._memory.is_straight and len(attempts) < NUM_TRIALS_WELL_SPENT:
             outlook = self._outlook(attempts, time, [a for a in attempts if a.measurement.throughput is None])
         if outlook is None or np.isinf(outlook.best_log_s):
             return None

@@ -27,6 +27,8 @@ SHARED, SHARED_BY_KIND = 0.1, 0.05
 WIDENING, LEAST_WIDENING = 1.5, 0.02
 # One that came true without it narrows it again, but to no less than this.
 SETTLED_MARGIN = 0.03
+# Beyond its mean the allocator holds up to this part of what is live in any case.
+UNEVEN = 0.01
 # Errors above this are told to people.
 POOR_FIT = 0.05
 # They matter on a card of which the trials took more than this part.
@@ -101,6 +103,14 @@ class MemoryModel:
     def room_bytes(self) -> Floats:
         """(n,) bytes each device has for this job: its total less what others held at most; no end where nothing is known."""
         return self._peaks.room_bytes()
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether trials took no more than was held possible, and the allocator as much beyond what was live every time."""
+        if not self._peaks.runs:
+            return True
+        _, commonly, amply, _ = self._excess
+        return self.margin < SETTLED_MARGIN and amply.ratio - commonly.ratio < UNEVEN
 
     def doubts(self) -> tuple[str, ...]:
         """What no model could explain, in sentences; empty where one did, or where all cards stayed far from full."""
