@@ -173,13 +173,13 @@ class Problem:
             steps, shards = _rows(list(_undominated(self.space())))
             fits = self.fits(steps, shards)
             return float(self.B / self.step_times_s(steps, shards)[fits].min()) if fits.any() else None
-        # the bound of a micro-batch and a set of cards is quick, the exact time is not: only where the bound is promising
+        # the bound of a micro-batch and a number of cards is quick, the exact time is not: only where the bound is promising
         promising = sorted(bound for k, m in _micro_batches(self.B) for bound in self._bounds_of_each(k, m))
         best = math.inf
-        for bound, k, m, active in promising:
+        for bound, k, m, count in promising:
             if bound >= best:
                 break
-            best = min(best, self._step_s_of(k, m, active, self._slowest_of(k, m, active, is_exact=True)))
+            best = min(best, self._step_s_of(k, m, count, self._slowest_of(k, m, count, is_exact=True)))
         return self.B / best if best < math.inf else None
 
     def best_split(self) -> BatchSplit:
@@ -189,19 +189,13 @@ class Problem:
         times = np.where(self.fits(steps, shards), self.step_times_s(steps, shards), np.inf)
         return splits[int(times.argmin())]
 
-    def _bounds_of_each(self, k: int, m: int) -> Iterator[tuple[float, int, int, tuple[int, ...]]]:
-        """(least step time, k, m, cards) for sets of cards that can take a micro-batch, every card its own share."""
-        options = self._options(k, m)
-        if options is None:
-            return
-        by_speed = sorted(range(self.num_devices), key=lambda i: float(self.times[i](np.array([8.0]))[0]))
-        for count in range(1, self.num_devices + 1):
-            for active in {
-                tuple(sorted(by_speed[:count])),
-                tuple(sorted([0, *[i for i in by_speed if i][: count - 1]])),
-            }:
-                if sum(int(options[i][0].max(initial=0)) for i in active) >= m:
-                    yield self._step_s_of(k, m, active, self._slowest_of(k, m, active, is_exact=False)), k, m, active
+    def _bounds_of_each(self, k: int, m: int) -> Iterator[tuple[float, int, int, int]]:
+        """(least step time, k, m, number of cards) where so many cards can take a micro-batch, every card its own share."""
+        if self._options(k, m) is not None:
+            for count in range(1, self.num_devices + 1):
+                slowest_s = self._slowest_of(k, m, count, is_exact=False)
+                if slowest_s < math.inf:
+                    yield self._step_s_of(k, m, count, slowest_s), k, m, count
 
     def _options(self, k: int, m: int) -> list[tuple[Floats, Floats]] | None:
         """For each card the shares above 0 that fit it, and their times; None where GPU 0 does not even fit idle."""
@@ -216,36 +210,39 @@ class Problem:
             options.append((sizes[fits], self.times[i](sizes[fits])))
         return options
 
-    def _slowest_of(self, k: int, m: int, active: tuple[int, ...], *, is_exact: bool) -> float:
-        """Least time within which these cards, each taking part, can take m samples: by bisection over all times.
+    def _slowest_of(self, k: int, m: int, count: int, *, is_exact: bool) -> float:
+        """Least time within which `count` cards, whichever they are, can take m samples: by bisection over all times.
 
         Not exact, it is enough that their largest shares make m, which bounds it from below; exact, some shares must.
         """
         options = self._options(k, m)
         assert options is not None
-        times = np.unique(np.concatenate([options[i][1] for i in active]))
+        times = np.unique(np.concatenate([own_times for _, own_times in options]))
         low, high = 0, len(times)
 
         def suffices(within: float) -> bool:
-            shares = [options[i][0][options[i][1] <= within] for i in active]
-            if any(not len(own) for own in shares) or sum(int(own.max()) for own in shares) < m:
+            shares = [own[own_times <= within] for own, own_times in options]
+            shares = [own for own in shares if len(own)]
+            most = sorted((int(own.max()) for own in shares), reverse=True)[:count]
+            if len(most) < count or sum(most) < m:
                 return False
             if not is_exact:
                 return True
-            reachable = 1  # bit j: j samples can be placed
+            reachable = [1] + [0] * count  # of so many cards: bit j where j samples can be placed
             for own in shares:
-                reachable = _placed(reachable, own, m)
-            return bool(reachable >> m & 1)
+                for taking_part in range(count, 0, -1):
+                    reachable[taking_part] |= _placed(reachable[taking_part - 1], own, m)
+            return bool(reachable[count] >> m & 1)
 
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if suffices(float(times[middle])) else (middle + 1, high)
         return float(times[low]) if low < len(times) else math.inf
 
-    def _step_s_of(self, k: int, m: int, active: tuple[int, ...], slowest_s: float) -> float:
-        slowest = max(slowest_s, self.replica_s * len(active))
-        micro_step = self.micro_step_s + slowest + self.output_s * m * (len(active) > 1)
-        return k * micro_step + self.update_s + self.reduce_s * (len(active) - 1)
+    def _step_s_of(self, k: int, m: int, count: int, slowest_s: float) -> float:
+        slowest = max(slowest_s, self.replica_s * count)
+        micro_step = self.micro_step_s + slowest + self.output_s * m * (count > 1)
+        return k * micro_step + self.update_s + self.reduce_s * (count - 1)
 
     # --- measuring ---------------------------------------------------------------------------------------------------
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from splittune.search.curves import Curve
 from splittune.search.table import Floats, SplitTable, micro_batches
 from splittune.split import SplitSpace
+
+# Seconds for each of many shares.
+TimeOfShares = Callable[[Floats], Floats]
 
 _HALVINGS = 20
 
 
-def balanced_table(space: SplitSpace, curves: Sequence[Curve], most_shares: Floats) -> SplitTable:
+def balanced_table(space: SplitSpace, curves: Sequence[TimeOfShares], most_shares: Floats) -> SplitTable:
     """For every micro-batch and every number of cards taking part, the shards whose slowest card is fastest.
 
     A time T is wanted within which the cards can take the micro-batch: card i takes the largest share that its curve
@@ -31,26 +33,36 @@ def balanced_table(space: SplitSpace, curves: Sequence[Curve], most_shares: Floa
     sizes = pairs[:, 1]
     n, largest = space.num_devices, int(sizes.max())
     shares = np.arange(largest + 1, dtype=float)
-    # a share that takes longer than a larger one, as before another kernel's first, is none to stop at
-    times = np.stack([np.minimum.accumulate(curve(shares)[::-1])[::-1] for curve in curves])
+    times = np.stack([curve(shares) for curve in curves])
     caps = np.minimum(most_shares, sizes[None, :, None])
     caps = np.where(caps < space.min_shard_size, 0, np.floor(caps))
     is_new = np.ones(caps.shape[:2], dtype=bool)
     is_new[1:] = (caps[1:] != caps[:-1]).any(axis=2)
-    rows = np.column_stack([np.broadcast_to(pairs, (len(caps), *pairs.shape))[is_new], caps[is_new]])
-    if not space.min_shard_size:  # and without GPU 0
-        rows = np.concatenate([rows, np.where(np.arange(n + 2) == 2, 0.0, rows)])
+    # of cards that take as much those are asked first that hold most for sure, but GPU 0, which is also left out
+    certain = np.where(np.arange(n) == 0, np.inf, most_shares[0])
+    ranks = np.argsort(np.argsort(-certain, axis=1, kind="stable"), axis=1)
+    ways = [np.broadcast_to(one, (len(caps), *one.shape))[is_new] for one in (pairs, ranks)]
+    rows = np.column_stack([ways[0], caps[is_new], ways[1]])
+    if not space.min_shard_size:
+        rows = np.concatenate([rows, np.where(np.arange(2 * n + 2) == 2, 0.0, rows)])
     counts = np.arange(n if space.min_shard_size else 1, n + 1)
-    most = np.cumsum(-np.sort(-rows[:, 2:], axis=1), axis=1)[:, counts - 1]
+    most = np.cumsum(-np.sort(-rows[:, 2 : n + 2], axis=1), axis=1)[:, counts - 1]
     which, count = np.nonzero(most >= rows[:, 1:2])
     rows, counts = rows[which], counts[count]
-    shards = _balanced(times, rows[:, 2:], rows[:, 1], counts, space.min_shard_size)
+    shards = _balanced(times, rows, counts, space.min_shard_size)
     keep = (shards >= space.min_shard_size).all(axis=1) & (shards.sum(axis=1) == rows[:, 1])
     return SplitTable(global_batch_size=space.global_batch_size, steps=rows[keep, 0], shards=shards[keep])
 
 
-def _balanced(times: Floats, limits: Floats, sizes: Floats, counts: NDArray[np.int64], smallest: int) -> Floats:
-    """(N, n) shards of at most `counts` cards that sum to `sizes`, none above its limit, with the fastest slowest card."""
+def _balanced(times: Floats, rows: Floats, counts: NDArray[np.int64], smallest: int) -> Floats:
+    """(N, n) shards of at most `counts` cards that sum to the micro-batch, with the fastest slowest card.
+
+    Rows hold steps, the micro-batch, n limits, and the n ranks of the cards among those that could take as much.
+    """
+    sizes, limits, ranks = rows[:, 1], *np.split(rows[:, 2:], 2, axis=1)
+    own_times, cards = times, np.arange(len(times))
+    # a share that takes longer than a larger one, as before another kernel's first, is none to stop at
+    times = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
     low, high = np.zeros(len(sizes)), np.full(len(sizes), float(times[:, -1].max()))
     row, column = np.arange(len(sizes)), counts - 1
 
@@ -60,8 +72,8 @@ def _balanced(times: Floats, limits: Floats, sizes: Floats, counts: NDArray[np.i
 
     def takes_part(shares: Floats) -> NDArray[np.bool_]:
         """Those that take most, which the least time needs."""
-        ranks = shares - np.arange(shares.shape[1]) / shares.shape[1]
-        return np.asarray(ranks >= -np.sort(-ranks, axis=1)[row, column][:, None])
+        order = shares - ranks / shares.shape[1]
+        return np.asarray(order >= -np.sort(-order, axis=1)[row, column][:, None])
 
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -72,7 +84,17 @@ def _balanced(times: Floats, limits: Floats, sizes: Floats, counts: NDArray[np.i
     limits = limits * takes_part(enough)
     shards = taken(low)
     # what is still missing takes all cards that have room for it the same time; GPU 0, which holds most, is asked last
-    extra = np.roll(np.minimum(enough, limits) - shards, -1, axis=1)
+    order = np.roll(cards, -1)
+    extra = (np.minimum(enough, limits) - shards)[:, order]
     missing = (sizes - shards.sum(axis=1))[:, None]
-    given = np.clip(missing - (np.cumsum(extra, axis=1) - extra), 0, extra)
-    return np.asarray(shards + np.roll(given, 1, axis=1))
+    missing = missing - (np.cumsum(extra, axis=1) - extra)  # when each is asked
+    shards = shards[:, order]
+    parts = shards + np.clip(missing, 0, extra)
+    # where a part of it takes longer than all of it, it is all or nothing, and those with nothing give up what is too much
+    wholes = shards + np.where(missing > 0, extra, 0)
+    spare = np.where(missing > 0, 0, np.maximum(shards - smallest, 0))[:, ::-1]
+    excess = (wholes.sum(axis=1) - sizes)[:, None] - (np.cumsum(spare, axis=1) - spare)
+    wholes -= np.clip(excess, 0, spare)[:, ::-1]
+    slowest = [own_times[order, way.astype(int)].max(axis=1) for way in (parts, wholes)]
+    are_wholes = (wholes.sum(axis=1) == sizes) & (slowest[1] < slowest[0])
+    return np.asarray(np.where(are_wholes[:, None], wholes, parts)[:, np.argsort(order)])

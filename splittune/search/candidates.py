@@ -7,24 +7,27 @@ from collections.abc import Sequence
 import numpy as np
 
 from splittune.search.attempt import Attempt
-from splittune.search.balance import balanced_table
+from splittune.search.balance import TimeOfShares, balanced_table
 from splittune.search.memory_model import MemoryModel
 from splittune.search.table import Floats, SplitTable, concatenate, even_table, micro_batches
-from splittune.search.time_model import TimeModel
 from splittune.split import SplitSpace
 
 
 def candidates(
-    space: SplitSpace, time: TimeModel, memory: MemoryModel, limits: Floats, ruling_out: Sequence[Attempt]
+    space: SplitSpace,
+    believed: Sequence[Sequence[TimeOfShares]],
+    memory: MemoryModel,
+    limits: Floats,
+    ruling_out: Sequence[Attempt],
 ) -> SplitTable:
     """The even splits, and those whose cards finish together, for every micro-batch and number of cards.
 
-    Shares end where memory keeps within `limits`, bytes (n,): for sure, possibly, and as likely as lies between, each a
+    Curves are each card's; there are splits for every one of the `believed` sets. Shares end where memory keeps within `limits`, bytes (n,): for sure, possibly, and as likely as lies between, each a
     split of its own. What a failure in `ruling_out` has ruled out is avoided.
     """
     pairs = np.array(list(micro_batches(space)), dtype=float)
     largest = _largest_shares(pairs, memory, limits, ruling_out)
-    return concatenate(even_table(space), *(balanced_table(space, curves, largest) for curves in time.believed_curves))
+    return concatenate(even_table(space), *(balanced_table(space, curves, largest) for curves in believed))
 
 
 def _largest_shares(pairs: Floats, memory: MemoryModel, limits: Floats, ruling_out: Sequence[Attempt]) -> Floats:

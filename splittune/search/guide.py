@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittune.search.attempt import Attempt
+from splittune.search.balance import TimeOfShares
 from splittune.search.candidates import candidates
 from splittune.search.memory_model import MemoryModel
 from splittune.search.outlook import Outlook, expected_gain, fills_tiles, most_telling, part_within
@@ -37,9 +38,11 @@ BASELINE_GAIN = 0.05
 GOOD_GAIN, LEAST_GAIN, NOISE_SHARE = 0.003, 0.001, 0.15
 # From some share on another kernel may run. While there are fewer trials than this, a split is tried that tells of so large
 # a gain if it is as far from any measured (in logarithms of shares) as makes this product.
-NUM_TRIALS_TO_SPARE, SURPRISE, LEAST_SURPRISE = 10, 0.1, 5e-4
+NUM_TRIALS_TO_SPARE, SURPRISE, SURPRISE_FROM, LEAST_SURPRISE = 10, 0.1, (0.05, 0.1, 0.2), 5e-4
 # Up to this many trials doubtful predictions are checked: those that could be off by so many deviations, and then gain.
 NUM_TRIALS_WELL_SPENT, CHECK_DEVIATIONS, CHECK_GAIN = 12, 4, 0.005
+# Shares are balanced once more as if each were faster by so many deviations, which brings those that only then are the best.
+HOPE = 2
 # Until a trial had full tiles, whose edges no line foresees, splits that have them are given so much more hope.
 TILE_HOPE = 0.2
 # Where memory is no straight line a split that the model cannot vouch for is tried if it could gain so much were it off by so
@@ -184,17 +187,22 @@ class Guide:
         best = Proposal(split=outlook.table.split(row), reason=self._why(outlook, row)) if worth[row] > 0 else None
         if np.isinf(outlook.best_log_s) or worth[row] >= max(GOOD_GAIN, NOISE_SHARE * time.noise):
             return best
-        unsure = (
+        return (
             self._venture(attempts, time, at_least)
-            or self._surprise(outlook, attempts, time)
-            or self._check(outlook, attempts)
+            or self._second_look(attempts, time)
+            or (best if worth[row] >= max(LEAST_GAIN, NOISE_SHARE * time.noise) else None)
         )
-        return unsure or (best if worth[row] >= max(LEAST_GAIN, NOISE_SHARE * time.noise) else None)
 
-    def _outlook(self, attempts: Sequence[Attempt], time: TimeModel, ruling_out: Sequence[Attempt]) -> Outlook | None:
+    def _outlook(
+        self,
+        attempts: Sequence[Attempt],
+        time: TimeModel,
+        ruling_out: Sequence[Attempt],
+        believed: Sequence[Sequence[TimeOfShares]] = (),
+    ) -> Outlook | None:
         table = self._listed
         if not self._is_complete:
-            table = candidates(self.space, time, self._memory, self._limits(), ruling_out)
+            table = candidates(self.space, believed or time.believed_curves, self._memory, self._limits(), ruling_out)
         table = table.where(open_rows(table, ruling_out) & ~table.is_any_of([attempt.split for attempt in attempts]))
         if not len(table):
             return None
@@ -260,20 +268,19 @@ class Guide:
             split=outlook.table.split(row), reason=f"{throughput}; memory is no straight line here: {chances}"
         )
 
-    def _check(self, outlook: Outlook, attempts: Sequence[Attempt]) -> Proposal | None:
-        """With trials to spare, the split whose prediction is most in doubt, if it could still be the best."""
-        if len(attempts) >= NUM_TRIALS_WELL_SPENT or not outlook.is_sure.any():
+    def _second_look(self, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
+        """With trials to spare, a split that could be the best were the model wrong."""
+        if len(attempts) >= NUM_TRIALS_WELL_SPENT:
             return None
-        hope = self._hope(outlook, attempts, CHECK_DEVIATIONS)
-        row = int(np.where(outlook.is_sure, hope, -np.inf).argmax())
-        if hope[row] < CHECK_GAIN:
+        wrong = [time.surprising_curves(growth, SURPRISE) for growth in SURPRISE_FROM]
+        outlook = self._outlook(attempts, time, attempts, [*time.believed_curves, *wrong, time.hopeful_curves(HOPE)])
+        if outlook is None or not outlook.is_sure.any():
             return None
-        doubt = f"{self._throughput(outlook, row):,.0f} samples/s, give or take {outlook.times.deviation[row]:.1%}"
-        return Proposal(split=outlook.table.split(row), reason=f"to check what is in doubt: {doubt}")
+        return self._surprise(outlook, attempts, time) or self._check(outlook, attempts)
 
     def _surprise(self, outlook: Outlook, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
-        """With trials to spare, the split that tells most of what no model foresees: another kernel from some share on."""
-        if len(attempts) >= NUM_TRIALS_TO_SPARE or not outlook.is_sure.any():
+        """The split that tells most of what no model foresees: another kernel from some share on."""
+        if len(attempts) >= NUM_TRIALS_TO_SPARE:
             return None
         lost = outlook.times.log_s - outlook.best_log_s
         hope = time.distance(outlook.table.shards) * np.maximum(SURPRISE - lost, 0.0)
@@ -284,6 +291,15 @@ class Guide:
             split=outlook.table.split(row),
             reason=f"far from what was measured: {self._throughput(outlook, row):,.0f} samples/s unless another kernel runs",
         )
+
+    def _check(self, outlook: Outlook, attempts: Sequence[Attempt]) -> Proposal | None:
+        """The split whose prediction is most in doubt, if it could still be the best."""
+        hope = self._hope(outlook, attempts, CHECK_DEVIATIONS)
+        row = int(np.where(outlook.is_sure, hope, -np.inf).argmax())
+        if hope[row] < CHECK_GAIN:
+            return None
+        doubt = f"{self._throughput(outlook, row):,.0f} samples/s, give or take {outlook.times.deviation[row]:.1%}"
+        return Proposal(split=outlook.table.split(row), reason=f"to check what is in doubt: {doubt}")
 
     def _hope(self, outlook: Outlook, attempts: Sequence[Attempt], deviations: float) -> Floats:
         """(N,) what each split gains, in logarithms of time, if it is better than predicted by so many deviations."""

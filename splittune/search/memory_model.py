@@ -81,6 +81,8 @@ class MemoryModel:
         self.steepening = STEEPENING
         self.margin = 0.0
         """By how much the most predicted is raised where it goes beyond what was measured."""
+        self._margin_of_strangers = 0.0
+        """What of it came from cards that had no share before, of which it only was held that they are like others."""
         self.errors: list[float] = []
         """Of each prediction, oldest first: measured over the most predicted, minus 1, where it was furthest above; below 0
         where all kept within."""
@@ -110,7 +112,8 @@ class MemoryModel:
         if not self._peaks.runs:
             return True
         _, commonly, amply, _ = self._excess
-        return self.margin < SETTLED_MARGIN and amply.ratio - commonly.ratio < UNEVEN
+        is_kept = self.margin - self._margin_of_strangers < SETTLED_MARGIN
+        return is_kept and amply.ratio - commonly.ratio < UNEVEN
 
     def doubts(self) -> tuple[str, ...]:
         """What no model could explain, in sentences; empty where one did, or where all cards stayed far from full."""
@@ -269,7 +272,10 @@ class MemoryModel:
         failed = attempt.measurement.throughput is None and error > -LEAST_WIDENING
         if error > TOLERANCE or failed:
             self.steepening = min(1.0, 2 * self.steepening)
-            self.margin += max(WIDENING * error, LEAST_WIDENING) if failed else WIDENING * error
+            wider = max(WIDENING * error, LEAST_WIDENING) if failed else WIDENING * error
+            self.margin += wider
+            if not self._peaks.readings(int(errors.argmax())):
+                self._margin_of_strangers += wider
         elif self._reached(predicted.likely[0]):
             if np.abs(held / np.maximum(predicted.likely[0], 1.0) - 1).max() < LEAST_WIDENING:
                 self.steepening = max(SETTLED_STEEPENING, self.steepening / 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -110,6 +110,23 @@ class TimeModel:
         """Of the likeliest form, and of another that is believed, too."""
         forms = sorted(self._forms, key=lambda form: -form.weight)[:MAX_BELIEVED]
         return [form.curves for form in forms if form.weight >= WORTH_BELIEVING * forms[0].weight]
+
+    def surprising_curves(self, growth: float, gain: float) -> list[Callable[[Floats], Floats]]:
+        """Each card's, were another kernel to run that gains so much, from that much more than was measured on."""
+
+        def surprising(curve: Curve) -> Callable[[Floats], Floats]:
+            start = (1 + growth) * curve.shares.max() / curve.ratio
+            return lambda shares: np.where(shares >= start, 1 - gain, 1.0) * curve(shares)
+
+        return [surprising(curve) for curve in self.curves]
+
+    def hopeful_curves(self, deviations: float) -> list[Callable[[Floats], Floats]]:
+        """Each card's, were it faster by so many deviations wherever it was not measured."""
+
+        def hopeful(curve: Curve) -> Callable[[Floats], Floats]:
+            return lambda shares: curve(shares) * np.exp(-deviations * curve.doubt(shares))
+
+        return [hopeful(curve) for curve in self.curves]
 
     def predict(self, steps: Floats, shards: Floats) -> StepTimes:
         """For N splits: `steps` (N,), `shards` (N, n)."""
