@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from splittune.search.table import Floats, SplitTable, micro_batches
+from splittune.search.table import Floats, SplitTable
 from splittune.split import SplitSpace
 
 # Seconds for each of many shares.
@@ -16,7 +16,7 @@ TimeOfShares = Callable[[Floats], Floats]
 _HALVINGS = 20
 
 
-def balanced_table(space: SplitSpace, curves: Sequence[TimeOfShares], most_shares: Floats) -> SplitTable:
+def balanced_table(space: SplitSpace, pairs: Floats, curves: Sequence[TimeOfShares], most_shares: Floats) -> SplitTable:
     """For every micro-batch and every number of cards taking part, the shards whose slowest card is fastest.
 
     A time T is wanted within which the cards can take the micro-batch: card i takes the largest share that its curve
@@ -25,11 +25,10 @@ def balanced_table(space: SplitSpace, curves: Sequence[TimeOfShares], most_share
 
     Args:
         space: of any shares; a card of it that takes part has at least `min_shard_size`, and all do where that is not 0.
+        pairs: (N, 2) accumulation steps and the largest micro-batch, of `micro_batches`.
         curves: each card's seconds for a share.
-        most_shares: (C, N, n) the largest shares that fit, for each of `micro_batches`, by C ways to tell: there is a split
-            for each.
+        most_shares: (C, N, n) the largest shares that fit, by C ways to tell, the surest first: there is a split for each.
     """
-    pairs = np.array(list(micro_batches(space)), dtype=float)
     sizes = pairs[:, 1]
     n, largest = space.num_devices, int(sizes.max())
     shares = np.arange(largest + 1, dtype=float)

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from splittune.search.attempt import Attempt
 from splittune.search.balance import TimeOfShares, balanced_table
 from splittune.search.memory_model import MemoryModel
-from splittune.search.table import Floats, SplitTable, concatenate, even_table, micro_batches
-from splittune.split import SplitSpace
+from splittune.search.table import Floats, SplitTable, concatenate, micro_batches
+from splittune.split import BatchSplit, SplitSpace
 
 
 def candidates(
     space: SplitSpace,
+    steps: Floats | None,
     believed: Sequence[Sequence[TimeOfShares]],
     memory: MemoryModel,
     limits: Floats,
     ruling_out: Sequence[Attempt],
 ) -> SplitTable:
-    """The even splits, and those whose cards finish together, for every micro-batch and number of cards.
+    """Splits whose cards finish together, for every number of cards and every micro-batch, or those of `steps`.
 
-    Curves are each card's; there are splits for every one of the `believed` sets. Shares end where memory keeps within `limits`, bytes (n,): for sure, possibly, and as likely as lies between, each a
-    split of its own. What a failure in `ruling_out` has ruled out is avoided.
+    Curves are each card's; there are splits for every one of the `believed` sets. Shares end where memory keeps within
+    `limits`, bytes (n,): for sure, possibly, and as likely as lies between, each a split of its own; and GPU 0's, which
+    holds what no other does, possibly and all others for sure. What a failure in `ruling_out` has ruled out is avoided.
     """
-    pairs = np.array(list(micro_batches(space)), dtype=float)
+    pairs = np.array([pair for pair in micro_batches(space) if steps is None or pair[0] in steps], dtype=float)
     largest = _largest_shares(pairs, memory, limits, ruling_out)
-    return concatenate(even_table(space), *(balanced_table(space, curves, largest) for curves in believed))
+    return concatenate(*(balanced_table(space, pairs, curves, largest) for curves in believed))
 
 
 def _largest_shares(pairs: Floats, memory: MemoryModel, limits: Floats, ruling_out: Sequence[Attempt]) -> Floats:
-    """(5, N, n) for N accumulation steps and micro-batches: from the share that fits for sure to the largest that may."""
+    """(6, N, n) for N accumulation steps and micro-batches: from the share that fits for sure to the largest that may."""
     way = np.repeat(np.arange(5), len(pairs))[:, None]
     steps, sizes = np.tile(pairs, (5, 1)).T
     low, high = np.zeros((len(sizes), len(limits))), np.repeat(sizes[:, None], len(limits), axis=1)
@@ -46,4 +49,30 @@ def _largest_shares(pairs: Floats, memory: MemoryModel, limits: Floats, ruling_o
         most, likely, least = needed.most, needed.likely, needed.least
         fits = np.choose(way, [most, (most + likely) / 2, likely, (likely + least) / 2, least]) <= limits
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-    return low.reshape(5, -1, len(limits))
+    largest = low.reshape(5, -1, len(limits))
+    only_gpu0_doubtful = np.where(np.arange(len(limits)) == 0, largest[3], largest[0])
+    return np.concatenate([largest[:1], only_gpu0_doubtful[None], largest[1:]])
+
+
+def failures_on_alike(attempts: Sequence[Attempt], memory: MemoryModel, limits: Floats) -> list[Attempt]:
+    """What must fail like `attempts`: a replica's share that lacked memory, on each of its kind whose limit it exceeds.
+
+    Only GPU 0's memory depends on the whole micro-batch, so the smallest that has such a share fails, too; the rest of it is
+    GPU 0's, of which nothing is said.
+    """
+    failures = []
+    for attempt in attempts:
+        split, readings = attempt.split, attempt.measurement.memory
+        for device in sorted(attempt.lacking - {0}) if readings else ():
+            share, batch = split.shard_sizes[device], split.global_batch_size
+            # the most steps whose largest micro-batch has so many samples
+            steps = (batch - 1) // (share - 1) if share > 1 else batch
+            steps = 1 if split.accumulation_steps == 1 else steps
+            rest = -(-batch // steps) - share
+            for other in memory.alike(device):
+                if readings[device].peak_reserved_bytes > limits[other]:
+                    shards = [rest, *(share if i == other else 0 for i in range(1, split.num_devices))]
+                    failed = BatchSplit(global_batch_size=batch, accumulation_steps=steps, shard_sizes=tuple(shards))
+                    measurement = replace(attempt.measurement, split=failed)
+                    failures.append(Attempt(measurement=measurement, lacking=frozenset({other})))
+    return failures

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from splittune.search.attempt import Attempt
 from splittune.search.balance import TimeOfShares
-from splittune.search.candidates import candidates
+from splittune.search.candidates import candidates, failures_on_alike
 from splittune.search.memory_model import MemoryModel
 from splittune.search.outlook import Outlook, expected_gain, fills_tiles, most_telling, part_within
 from splittune.search.table import (
@@ -189,7 +189,7 @@ class Guide:
             return best
         return (
             self._venture(attempts, time, at_least)
-            or self._second_look(attempts, time)
+            or self._second_look(outlook, attempts, time)
             or (best if worth[row] >= max(LEAST_GAIN, NOISE_SHARE * time.noise) else None)
         )
 
@@ -198,11 +198,21 @@ class Guide:
         attempts: Sequence[Attempt],
         time: TimeModel,
         ruling_out: Sequence[Attempt],
+        steps: Floats | None = None,
         believed: Sequence[Sequence[TimeOfShares]] = (),
     ) -> Outlook | None:
+        """What the models make of the splits worth judging.
+
+        Where these are too many to list they are the even ones and those balanced by the curves `believed`, of the time
+        model unless given; only those of `steps` where given.
+        """
         table = self._listed
+        ruling_out = [*ruling_out, *failures_on_alike(ruling_out, self._memory, self._limits())]
         if not self._is_complete:
-            table = candidates(self.space, believed or time.believed_curves, self._memory, self._limits(), ruling_out)
+            evens = self._evens if steps is None else self._evens.where(np.isin(self._evens.steps, steps))
+            believed = believed or time.believed_curves
+            balanced = candidates(self.space, steps, believed, self._memory, self._limits(), ruling_out)
+            table = concatenate(evens, balanced)
         table = table.where(open_rows(table, ruling_out) & ~table.is_any_of([attempt.split for attempt in attempts]))
         if not len(table):
             return None
@@ -268,13 +278,18 @@ class Guide:
             split=outlook.table.split(row), reason=f"{throughput}; memory is no straight line here: {chances}"
         )
 
-    def _second_look(self, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
+    def _second_look(self, outlook: Outlook, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
         """With trials to spare, a split that could be the best were the model wrong."""
         if len(attempts) >= NUM_TRIALS_WELL_SPENT:
             return None
-        wrong = [time.surprising_curves(growth, SURPRISE) for growth in SURPRISE_FROM]
-        outlook = self._outlook(attempts, time, attempts, [*time.believed_curves, *wrong, time.hopeful_curves(HOPE)])
-        if outlook is None or not outlook.is_sure.any():
+        if not self._is_complete:
+            near = outlook.times.log_s < outlook.best_log_s + 2 * SURPRISE
+            ran = [attempt.split.accumulation_steps for attempt in attempts if attempt.fits]
+            steps = np.union1d(outlook.table.steps[near], ran)
+            wrong = [time.surprising_curves(growth, SURPRISE) for growth in SURPRISE_FROM]
+            wider = self._outlook(attempts, time, attempts, steps, [*wrong, time.hopeful_curves(HOPE)])
+            outlook = wider or outlook
+        if not outlook.is_sure.any():
             return None
         return self._surprise(outlook, attempts, time) or self._check(outlook, attempts)
 

@@ -106,6 +106,10 @@ class MemoryModel:
         """(n,) bytes each device has for this job: its total less what others held at most; no end where nothing is known."""
         return self._peaks.room_bytes()
 
+    def alike(self, device: int) -> tuple[int, ...]:
+        """The replicas that held as much as `device` whenever their shares were alike, itself among them; none of GPU 0."""
+        return next((group for group in self._peaks.kinds() if device in group), ())
+
     @property
     def is_straight(self) -> bool:
         """Whether trials took no more than was held possible, and the allocator as much beyond what was live every time."""
