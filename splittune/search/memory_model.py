@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ TOLERANCE = 0.002
 STEEPENING, SETTLED_STEEPENING = 0.10, 0.03
 # The same tensors for a sample on every card, but for kernels' workspaces: slopes agree to this, and better on cards
 # with the same memory, which mostly are of a kind.
-SHARED, SHARED_BY_KIND = 0.1, 0.05
+SHARED, SHARED_BY_KIND = 0.1, 0.02
 # A prediction that a trial exceeded, or that ran out of memory, widens all that go beyond what was measured: by half as
 # much again, and by no less than this.
 WIDENING, LEAST_WIDENING = 1.5, 0.02
@@ -107,8 +107,8 @@ class MemoryModel:
         return self._peaks.room_bytes()
 
     def alike(self, device: int) -> tuple[int, ...]:
-        """The replicas that held as much as `device` whenever their shares were alike, itself among them; none of GPU 0."""
-        return next((group for group in self._peaks.kinds() if device in group), ())
+        """The replicas that held as much as `device` whenever their shares were alike, itself among them; GPU 0 is alone."""
+        return self._peaks.alike(device)
 
     @property
     def is_straight(self) -> bool:
@@ -177,31 +177,39 @@ class MemoryModel:
     def _fit(self) -> None:
         self._excess = self._peaks.excesses()
         self._polytopes = {}
-        first: tuple[int, Polytope] | None = None
-        for group in self._peaks.kinds():
-            fitted = self._fit_group(group, first)
-            if fitted is not None:
-                self._polytopes |= dict.fromkeys(group, fitted)
-                first = first or (group[0], fitted)
-        fitted = self._fit_group((0,), first)
-        assert fitted is not None
-        self._polytopes[0] = fitted
+        fitted: dict[tuple[int, ...], Polytope] = {}
+        for group in [*self._peaks.kinds(), (0,)]:
+            polytope = self._fit_group(group, fitted)
+            if polytope is not None:
+                fitted[group] = polytope
+                self._polytopes |= dict.fromkeys(group, polytope)
         # a replica that never had a share is taken to be like the others; where none had, like GPU 0
+        replicas = [group for group in fitted if group != (0,)]
         for device in range(1, self._n):
-            self._polytopes.setdefault(device, first[1] if first else fitted.of_first(3))  # without omega
+            if device not in self._polytopes:
+                like = (
+                    fitted[self._likest(device, replicas)[0]] if replicas else fitted[0,].of_first(3)
+                )  # without omega
+                self._polytopes[device] = like
 
-    def _fit_group(self, devices: Sequence[int], first: tuple[int, Polytope] | None) -> Polytope | None:
-        """The coefficients of a kind of devices; those of the `first` to be fitted are shared."""
+    def _fit_group(self, devices: tuple[int, ...], others: Mapping[tuple[int, ...], Polytope]) -> Polytope | None:
+        """The coefficients of a kind of devices; the slope of the likest of the `others` is shared."""
         readings = [reading for device in devices for reading in self._peaks.readings(device)]
         if not readings:
             return None
         missed = [row for device in devices for row in self._peaks.missed(device, self._live_within(device))]
         slopes = (-np.inf, np.inf)
-        if first is not None:
-            totals = [self._peaks.runs[0].memory[device].total_bytes for device in (first[0], devices[0])]
-            apart = SHARED_BY_KIND if totals[0] == totals[1] else SHARED
-            slopes = (first[1].corners[:, 1].min() * (1 - apart), first[1].corners[:, 1].max() * (1 + apart))
+        if others:
+            likest, is_of_a_kind = self._likest(devices[0], others)
+            apart, corners = SHARED_BY_KIND if is_of_a_kind else SHARED, others[likest].corners[:, 1]
+            slopes = (corners.min() * (1 - apart), corners.max() * (1 + apart))
         return agreeing_with(self._bounds(readings, missed, slopes))
+
+    def _likest(self, device: int, groups: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], bool]:
+        """Of `groups` the first that has a device of as much memory in all, else the first; whether there is one that has."""
+        totals, groups = [memory.total_bytes for memory in self._peaks.runs[0].memory], list(groups)
+        of_a_kind = [group for group in groups if totals[device] in {totals[other] for other in group}]
+        return (of_a_kind or groups)[0], bool(of_a_kind)
 
     def _live_within(self, device: int) -> float:
         """Live bytes with which the device would be full."""

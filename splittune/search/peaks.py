@@ -56,6 +56,7 @@ class Peaks:
     failures: list[Attempt] = field(default_factory=list)
     _readings: dict[tuple[int, int], list[Reading]] = field(default_factory=dict, repr=False)
     """By device and number of runs: thousands of splits are judged by the same few."""
+    _proofs: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False)
 
     def room_bytes(self) -> Floats:
         """(n,) bytes each device has for this job: its total less what others held at most."""
@@ -167,16 +168,42 @@ class Peaks:
             Excess(min(quanta), max(ratios)),
         )
 
+    def alike(self, device: int) -> tuple[int, ...]:
+        """The replicas of one kind with `device`, itself among them; GPU 0 is alone."""
+        return next((group for group in self.kinds() if device in group), (device,))
+
     def proven(self, device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:
-        """(N,) the least that a trial held which demanded no less of the device; infinite without one."""
+        """(N,) the least that a trial held which demanded no less of the device, or of one of its kind; infinite without one."""
+        key = device, len(self.runs)
+        if key not in self._proofs:
+            self._proofs[key] = self._prove(device)
         proven = np.full(len(shares), np.inf)
-        for run in self.runs:
-            split = run.split
-            demanded = (shares <= split.shard_sizes[device]) & (accumulates <= float(split.accumulation_steps > 1))
-            if device == 0:
-                demanded &= micro_batches <= split.micro_batch_size
-            proven = np.where(demanded, np.minimum(proven, run.memory[device].peak_reserved_bytes), proven)
+        for share, size, accumulating, held in self._proofs[key]:
+            demanded = (shares <= share) & (accumulates <= accumulating) & (micro_batches <= size)
+            proven = np.where(demanded, np.minimum(proven, held), proven)
         return proven
+
+    def _prove(self, device: int) -> Floats:
+        """(P, 4) share, micro-batch, [k > 1] and bytes held, of those that others do not prove, too."""
+        rows = np.array(
+            [
+                (
+                    run.split.shard_sizes[one],
+                    run.split.micro_batch_size if device == 0 else np.inf,
+                    float(run.split.accumulation_steps > 1),
+                    run.memory[one].peak_reserved_bytes,
+                )
+                for run in self.runs
+                for one in self.alike(device)
+                if one == 0 or run.split.shard_sizes[one] > 0
+            ],
+            dtype=float,
+        ).reshape(-1, 4)
+        rows = np.unique(rows, axis=0)
+        demands, held = rows[:, :3], rows[:, 3]
+        is_less = (demands[:, None] <= demands[None]).all(axis=2) & (held[:, None] >= held[None])
+        np.fill_diagonal(is_less, False)
+        return np.asarray(rows[~is_less.any(axis=1)])
 
 
 def rows_of(device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -8,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from splittune.search.balance import balanced_table
+from splittune.search.balance import TimeOfShares
+from splittune.search.balance import balanced_table as balanced_table_of
 from splittune.search.curves import Curve
 from splittune.search.table import SplitTable, micro_batches
 from splittune.split import SplitSpace
@@ -22,6 +24,10 @@ def line(floor_s: float, slope_s: float, knee: float = 0.0) -> Curve:
 
 def with_limits(space: SplitSpace, limits: list[int]) -> Floats:
     return np.tile(np.array(limits, dtype=float), (1, len(list(micro_batches(space))), 1))
+
+
+def balanced_table(space: SplitSpace, curves: Sequence[TimeOfShares], most_shares: Floats) -> SplitTable:
+    return balanced_table_of(space, np.array(list(micro_batches(space)), dtype=float), curves, most_shares)
 
 
 def slowest_s(curves: list[Curve], shards: Floats) -> Floats:
@@ -151,3 +157,21 @@ def test_there_is_a_split_for_each_way_to_tell_what_fits() -> None:
     careful, bold = with_limits(space, [4, 12]), with_limits(space, [6, 12])
     table = balanced_table(space, [line(0.0, 1.0)] * 2, np.concatenate([careful, bold]))
     assert {(4.0, 8.0), (6.0, 6.0)} <= {tuple(row) for row in of_size(table, 12)}
+
+
+def test_a_faster_kernel_is_reached_by_whole_cards_or_not_at_all() -> None:
+    """From 8 samples on half the time: two cards take 8 and the third the 3 that are left, none 7, which takes longer."""
+    space = SplitSpace(global_batch_size=19, num_devices=3, shares="each", max_accumulation_steps=1)
+    faster = Curve(0.0, 1.0, 0.0, np.array([1.0, 7.0, 8.0, 16.0]), np.log([1.0, 1.0, 0.5, 0.5]))
+    found = balanced_table(space, [faster] * 3, with_limits(space, [19] * 3)).shards
+    everybody = found[(found > 0).all(axis=1)]
+    assert slowest_s([faster] * 3, everybody).min() == pytest.approx(4.0)
+    assert sorted(everybody[0]) == [3.0, 8.0, 8.0]
+
+
+def test_of_cards_that_take_as_much_those_take_part_that_fit_for_sure() -> None:
+    """Memory may hold a sample on any card and does for sure on GPU 2: beside GPU 0 it is the one of two."""
+    space = SplitSpace(global_batch_size=2, num_devices=4, shares="each", max_accumulation_steps=1)
+    sure, possible = with_limits(space, [0, 0, 1, 0]), with_limits(space, [1, 1, 1, 1])
+    table = balanced_table(space, [line(0.0, 1.0)] * 4, np.concatenate([sure, possible]))
+    assert [1.0, 0.0, 1.0, 0.0] in table.shards.tolist()

@@ -169,14 +169,14 @@ def test_replicas_share_what_a_sample_costs() -> None:
 
 
 def test_cards_of_one_memory_share_more_closely_what_a_sample_costs() -> None:
-    """GPU 0 has had no share: its sample is as large as the replica's to 5 %, to 10 % where their memory differs."""
+    """GPU 0 has had no share: its sample is as large as the replica's to 2 %, to 10 % where their memory differs."""
     tried, wanted = [split(B, 16, 0, 4), split(B, 8, 0, 8)], split(B, 4, 16, 0)
 
     def most_beside(total: int) -> float:
         problem = job([card_memory(is_first=True, sample=100), card_memory(sample=100, total=total)], B=B)
         return float(interval(MemoryModel(trials(problem, tried), 2), wanted).most[0, 0])
 
-    assert most_beside(10**5) - most_beside(VAST) == pytest.approx(0.05 * 16 * 100 * MIB, rel=0.05)
+    assert most_beside(10**5) - most_beside(VAST) == pytest.approx(0.08 * 16 * 100 * MIB, rel=0.05)
 
 
 def test_replicas_of_two_kinds_keep_their_own_fixed_part() -> None:
