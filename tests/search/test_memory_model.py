@@ -179,6 +179,18 @@ def test_cards_of_one_memory_share_more_closely_what_a_sample_costs() -> None:
     assert most_beside(10**5) - most_beside(VAST) == pytest.approx(0.08 * 16 * 100 * MIB, rel=0.05)
 
 
+def test_gpu0_shares_with_the_card_of_its_memory_though_another_had_more_samples() -> None:
+    """GPU 1 has GPU 0's memory and GPU 2 more, which had the larger shares; they agree, and GPU 0 is bound as by GPU 1."""
+    tried, wanted = [split(B, 16, 0, 1, 3), split(B, 8, 0, 1, 7)], split(B, 16, 1, 1, 2)
+
+    def most_beside(total: int) -> float:
+        cards = [card_memory(is_first=True, sample=1000, total=10**5), card_memory(sample=1000, total=total)]
+        problem = job([*cards, card_memory(sample=1000, total=VAST)], B=B)
+        return float(interval(MemoryModel(trials(problem, tried), 3), wanted).most[0, 0])
+
+    assert most_beside(10**5 + 1) - most_beside(10**5) == pytest.approx(0.08 * 1000 * MIB, rel=0.05)
+
+
 def test_replicas_of_two_kinds_keep_their_own_fixed_part() -> None:
     """A card that holds more with the same share is a kind of its own: its workspace is not put on the others."""
     kinds = [card_memory(sample=20), card_memory(sample=20, workspace=150), card_memory(sample=20)]

@@ -147,3 +147,13 @@ def test_a_failure_is_a_row_of_the_devices_that_lacked_memory() -> None:
 def test_the_largest_held_is_the_allocators() -> None:
     """The largest peak of one device is that of what was held, not of what was live."""
     assert peaks(ran(even(B, 4, 2), memory(0, 90, peak_reserved_bytes=100), 40)).largest_held(0) == 100 * MIB
+
+
+def test_what_one_of_a_kind_held_proves_it_for_the_others() -> None:
+    """Two replicas that held as much with 4 samples: the 90 MiB of one with 8 are the most the other holds with 6."""
+    seen = peaks(ran(even(B, 2, 4), 100, 50, 50, 60), ran(split(B, 2, 0, 8, 4, 4), 80, 90, 50, 60))
+    shares, sizes, accumulates = np.array([6.0]), np.array([16.0]), np.array([1.0])
+    assert [float(seen.proven(device, shares, sizes, accumulates)[0]) / MIB for device in (1, 2)] == [90, 90]
+    assert np.isinf(seen.proven(3, shares, sizes, accumulates)[0])
+    assert seen.alike(2) == (1, 2)
+    assert seen.alike(0) == (0,)

@@ -85,9 +85,9 @@ def even(B: int, steps: int, num_devices: int) -> BatchSplit:
     return BatchSplit.even(global_batch_size=B, accumulation_steps=steps, num_devices=num_devices)
 
 
-def trial(problem: Problem, tried: BatchSplit) -> Attempt:
-    """What the search makes of a trial without any demand for headroom."""
-    demands = (0,) * problem.num_devices
+def trial(problem: Problem, tried: BatchSplit, demands: Sequence[int] = ()) -> Attempt:
+    """What the search makes of a trial; without any demand for headroom unless given."""
+    demands = demands or (0,) * problem.num_devices
     measurement = problem.measure(tried).judged(demands)
     return Attempt(measurement=measurement, lacking=lacking_devices(measurement, demands))
 
