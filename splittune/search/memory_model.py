@@ -272,13 +272,15 @@ class MemoryModel:
         split, memory = attempt.split, attempt.measurement.memory
         steps, shards = np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float)
         predicted = self.needed(steps, shards)
+        most = predicted.most[0]
         if attempt.measurement.throughput is not None and memory:
             held = np.array([reading.peak_reserved_bytes for reading in memory], dtype=float)
         elif attempt.lacking:
             held = np.array([self.room_bytes[i] if i in attempt.lacking else 0.0 for i in range(self._n)])
+            most = predicted.most_squeezed[0]  # the allocator had handed back what it could
         else:
             return
-        errors = held / np.maximum(predicted.most[0], 1.0) - 1
+        errors = held / np.maximum(most, 1.0) - 1
         error = float(errors.max())
         self.errors.append(error)
         failed = attempt.measurement.throughput is None and error > -LEAST_WIDENING
