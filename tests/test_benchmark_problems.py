@@ -26,11 +26,6 @@ def small_problems() -> list[int]:
     return [seed for seed in seeds if draw(seed).B <= 24 and draw(seed).num_devices <= 4]
 
 
-def test_there_are_small_problems() -> None:
-    """Among them are such that have no room on some card for a single sample."""
-    assert len(small_problems()) > 30
-
-
 @pytest.mark.parametrize("seed", small_problems())
 def test_with_shares_of_their_own_the_best_is_that_of_all(seed: int) -> None:
     """Whichever cards take part: the fastest, or those that have room."""

@@ -285,6 +285,30 @@ def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
     assert model.margin >= LEAST_WIDENING
 
 
+def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
+    """What was to fit once free blocks are handed back did not: the prediction was wrong, though more may have been held before."""
+    tried = trials(job([card_memory(is_first=True), card_memory(sample=20)], B=B), [even(B, k, 2) for k in (32, 16, 8)])
+
+    def learned(total_bytes: int) -> MemoryModel:
+        attempts = []
+        for attempt, extra in zip(tried, (0, 20, 20), strict=True):
+            held = [
+                replace(one, peak_reserved_bytes=one.peak_allocated_bytes + extra * MIB, total_bytes=total_bytes)
+                for one in attempt.measurement.memory
+            ]
+            attempts.append(replace(attempt, measurement=replace(attempt.measurement, memory=tuple(held))))
+        return MemoryModel(attempts, 2)
+
+    told = interval(learned(10**12), even(B, 4, 2))
+    squeezed, most = told.most_squeezed[0, 1], told.most[0, 1]
+    assert most - squeezed > 15 * MIB
+    model = learned(int(squeezed + most) // 2)
+    failed = Measurement(split=even(B, 4, 2), outcome=Outcome.OUT_OF_MEMORY, message="device 1: out of memory")
+    model.observe([Attempt(measurement=failed, lacking=frozenset({1}))])
+    assert model.errors[-1] > 0
+    assert model.margin >= LEAST_WIDENING
+
+
 def test_a_failure_of_nobody_knows_which_device_teaches_nothing() -> None:
     """Where nobody knows which device ran out, no prediction was wrong for sure."""
     problem = job([card_memory(is_first=True), card_memory()], B=B)
