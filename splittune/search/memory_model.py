@@ -183,14 +183,12 @@ class MemoryModel:
             if polytope is not None:
                 fitted[group] = polytope
                 self._polytopes |= dict.fromkeys(group, polytope)
-        # a replica that never had a share is taken to be like the others; where none had, like GPU 0
+        # a replica that never had a share is taken to be like the others; where none had, like GPU 0 without omega
         replicas = [group for group in fitted if group != (0,)]
         for device in range(1, self._n):
             if device not in self._polytopes:
-                like = (
-                    fitted[self._likest(device, replicas)[0]] if replicas else fitted[0,].of_first(3)
-                )  # without omega
-                self._polytopes[device] = like
+                known = fitted[self._likest(device, replicas)[0]] if replicas else fitted[0,].of_first(3)
+                self._polytopes[device] = known
 
     def _fit_group(self, devices: tuple[int, ...], others: Mapping[tuple[int, ...], Polytope]) -> Polytope | None:
         """The coefficients of a kind of devices; the slope of the likest of the `others` is shared."""

@@ -191,10 +191,10 @@ class Peaks:
                     run.split.shard_sizes[one],
                     run.split.micro_batch_size if device == 0 else np.inf,
                     float(run.split.accumulation_steps > 1),
-                    run.memory[one].peak_reserved_bytes,
+                    run.memory[one].peak_reserved_bytes * self._beside(device, one),
                 )
-                for run in self.runs
                 for one in self.alike(device)
+                for run in self.runs
                 if one == 0 or run.split.shard_sizes[one] > 0
             ],
             dtype=float,
@@ -204,6 +204,15 @@ class Peaks:
         is_less = (demands[:, None] <= demands[None]).all(axis=2) & (held[:, None] >= held[None])
         np.fill_diagonal(is_less, False)
         return np.asarray(rows[~is_less.any(axis=1)])
+
+    def _beside(self, device: int, other: int) -> float:
+        """How many times what `other` held a device held at most when their shares were alike, and no less than once."""
+        pairs = [
+            (run.memory[device].peak_reserved_bytes, run.memory[other].peak_reserved_bytes)
+            for run in self.runs
+            if run.split.shard_sizes[device] == run.split.shard_sizes[other] > 0
+        ]
+        return max([1.0, *(own / max(1, beside) for own, beside in pairs)])
 
 
 def rows_of(device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:

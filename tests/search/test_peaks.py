@@ -157,3 +157,11 @@ def test_what_one_of_a_kind_held_proves_it_for_the_others() -> None:
     assert np.isinf(seen.proven(3, shares, sizes, accumulates)[0])
     assert seen.alike(2) == (1, 2)
     assert seen.alike(0) == (0,)
+
+
+def test_one_that_held_a_little_more_is_proven_a_little_more() -> None:
+    """With 4 samples GPU 2 held 0.5 % more than GPU 1, so it is taken to with 8."""
+    seen = peaks(ran(even(B, 2, 4), 100, 200, 201, 60), ran(split(B, 2, 0, 8, 4, 4), 80, 400, 201, 60))
+    shares, sizes, accumulates = np.array([8.0]), np.array([16.0]), np.array([1.0])
+    assert seen.proven(2, shares, sizes, accumulates)[0] / MIB == pytest.approx(400 * 1.005)
+    assert seen.proven(1, shares, sizes, accumulates)[0] / MIB == pytest.approx(400)
