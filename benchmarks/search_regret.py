@@ -248,15 +248,15 @@ def plot(frame: pd.DataFrame, path: Path) -> None:
     """For each strategy the share of problems with at most a given regret."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.2))
+    figure, axes = plt.subplots(figsize=(9, 4.2))
     for strategy, own in frame.groupby("strategy", sort=False):
-        regrets = np.sort(np.maximum(own.regret.to_numpy(), 1e-4))
-        axes.step(regrets, np.arange(1, len(regrets) + 1) / len(regrets), where="post", label=strategy,
+        regrets = np.append(np.sort(np.maximum(own.regret.to_numpy(), 1e-4)), 1.0)
+        axes.step(regrets, np.minimum(np.arange(1, len(regrets) + 1) / len(own), 1), where="post", label=strategy,
                   linewidth=2.5 if strategy == "guided" else 1.2)  # fmt: skip
     axes.set(xscale="log", xlim=(1e-4, 1), ylim=(0, 1.02), xlabel="regret: samples/s lost to the best split")
     axes.set_ylabel("share of problems")
     axes.axvline(0.01, color="0.7", linewidth=0.8)
-    axes.legend(fontsize=8, loc="upper left")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     axes.set_title(f"Drawn problems, at most {MAX_TRIALS} trials", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

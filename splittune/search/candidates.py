@@ -28,7 +28,12 @@ def candidates(
     `limits`, bytes (n,): for sure, possibly, and as likely as lies between, each a split of its own; and GPU 0's, which
     holds what no other does, possibly and all others for sure. What a failure in `ruling_out` has ruled out is avoided.
     """
-    pairs = np.array([pair for pair in micro_batches(space) if steps is None or pair[0] in steps], dtype=float)
+    chosen = [pair for pair in micro_batches(space) if steps is None or pair[0] in steps]
+    if not chosen:  # more steps than any micro-batch needs
+        return SplitTable(
+            global_batch_size=space.global_batch_size, steps=np.zeros(0), shards=np.zeros((0, space.num_devices))
+        )
+    pairs = np.array(chosen, dtype=float)
     largest = _largest_shares(pairs, memory, limits, ruling_out)
     return concatenate(*(balanced_table(space, pairs, curves, largest) for curves in believed))
 

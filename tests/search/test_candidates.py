@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from splittune.profiling.measurement import Outcome
 from splittune.search.attempt import Attempt
-from splittune.search.candidates import failures_on_alike
+from splittune.search.candidates import candidates, failures_on_alike
 from splittune.search.memory_model import MemoryModel
-from splittune.split import BatchSplit
+from splittune.split import BatchSplit, SplitSpace
 from tests.search.truth import MIB, card_memory, even, job, split, trial
 
 B = 64
@@ -24,6 +25,17 @@ def learned(*tried: BatchSplit) -> tuple[MemoryModel, list[Attempt]]:
 
 def limits() -> tuple[float, ...]:
     return (1e12, *[900.0 * MIB] * 3)
+
+
+def test_only_the_micro_batches_of_the_steps_asked_for() -> None:
+    """64 samples in 33 steps have micro-batches of 2, which 32 steps have, too: there is nothing of 33, and 22 x 3 of 22."""
+    model, _ = learned(even(B, 16, 4))
+    space = SplitSpace(global_batch_size=B, num_devices=4, shares="each")
+    curves = [[lambda shares: 0.01 * shares] * 4]
+    none, some = (candidates(space, np.array(k), curves, model, np.array(limits()), []) for k in ([33.0], [22.0, 33.0]))
+    assert len(none) == 0
+    assert set(some.steps) == {22.0}
+    assert set(some.micro_batch_sizes) == {3.0}
 
 
 def test_a_replica_that_lacked_memory_stands_for_its_kind() -> None:
