@@ -25,8 +25,9 @@ def candidates(
     """Splits whose cards finish together, for every number of cards and every micro-batch, or those of `steps`.
 
     Curves are each card's; there are splits for every one of the `believed` sets. Shares end where memory keeps within
-    `limits`, bytes (n,): for sure, possibly, and as likely as lies between, each a split of its own; and GPU 0's, which
-    holds what no other does, possibly and all others for sure. What a failure in `ruling_out` has ruled out is avoided.
+    `limits`, bytes (n,): for sure, possibly, and as likely as lies between, each a split of its own; and all others' for sure
+    beside GPU 0's, which holds what no other does, less likely than not. What a failure in `ruling_out` has ruled out is
+    avoided.
     """
     chosen = [pair for pair in micro_batches(space) if steps is None or pair[0] in steps]
     if not chosen:  # more steps than any micro-batch needs
@@ -39,7 +40,7 @@ def candidates(
 
 
 def _largest_shares(pairs: Floats, memory: MemoryModel, limits: Floats, ruling_out: Sequence[Attempt]) -> Floats:
-    """(6, N, n) for N accumulation steps and micro-batches: from the share that fits for sure to the largest that may."""
+    """(6, N, n) for N accumulation steps and micro-batches: for sure, with GPU 0 doubtful, and on to the largest that may fit."""
     way = np.repeat(np.arange(5), len(pairs))[:, None]
     steps, sizes = np.tile(pairs, (5, 1)).T
     low, high = np.zeros((len(sizes), len(limits))), np.repeat(sizes[:, None], len(limits), axis=1)

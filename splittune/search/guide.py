@@ -279,7 +279,10 @@ class Guide:
         )
 
     def _second_look(self, outlook: Outlook, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
-        """With trials to spare, a split that could be the best were the model wrong."""
+        """With trials to spare, a split that could be the best were the model wrong.
+
+        Where splits are too many to list, other ones are judged: those balanced by curves as they would then be.
+        """
         if len(attempts) >= NUM_TRIALS_WELL_SPENT:
             return None
         if not self._is_complete:
@@ -287,8 +290,8 @@ class Guide:
             ran = [attempt.split.accumulation_steps for attempt in attempts if attempt.fits]
             steps = np.union1d(outlook.table.steps[near], ran)
             wrong = [time.surprising_curves(growth, SURPRISE) for growth in SURPRISE_FROM]
-            wider = self._outlook(attempts, time, attempts, steps, [*wrong, time.hopeful_curves(HOPE)])
-            outlook = wider or outlook
+            other = self._outlook(attempts, time, attempts, steps, [*wrong, time.hopeful_curves(HOPE)])
+            outlook = other or outlook
         if not outlook.is_sure.any():
             return None
         return self._surprise(outlook, attempts, time) or self._check(outlook, attempts)

@@ -294,6 +294,7 @@ class MemoryModel:
             margin, self.margin = self.margin, 0.0
             enough = WIDENING * float((held / np.maximum(self.needed(steps, shards).most[0], 1.0) - 1).max())
             self.margin = max(min(margin, SETTLED_MARGIN), min(margin, enough), margin / 2)
+            self._margin_of_strangers = min(self._margin_of_strangers, self.margin)
 
     def _reached(self, likely: Floats) -> bool:
         """Whether a prediction went beyond what had been measured, so that it tells something."""

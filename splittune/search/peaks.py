@@ -169,8 +169,8 @@ class Peaks:
         )
 
     def alike(self, device: int) -> tuple[int, ...]:
-        """The replicas of one kind with `device`, itself among them; GPU 0 is alone."""
-        return next((group for group in self.kinds() if device in group), (device,))
+        """The replicas of one kind with `device`, itself among them; GPU 0 is alone, and all are before anything ran."""
+        return next((group for group in self.kinds() if device in group), (device,)) if self.runs else (device,)
 
     def proven(self, device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:
         """(N,) the least that a trial held which demanded no less of the device, or of one of its kind; infinite without one."""
@@ -206,13 +206,18 @@ class Peaks:
         return np.asarray(rows[~is_less.any(axis=1)])
 
     def _beside(self, device: int, other: int) -> float:
-        """How many times what `other` held a device held at most when their shares were alike, and no less than once."""
+        """How many times what `other` held a device held at most when their shares were alike, and no less than once.
+
+        Two that never had the same share are of one kind by a third: by `ALIKE`.
+        """
+        if device == other:
+            return 1.0
         pairs = [
             (run.memory[device].peak_reserved_bytes, run.memory[other].peak_reserved_bytes)
             for run in self.runs
             if run.split.shard_sizes[device] == run.split.shard_sizes[other] > 0
         ]
-        return max([1.0, *(own / max(1, beside) for own, beside in pairs)])
+        return max([1.0, *(own / max(1, beside) for own, beside in pairs)]) if pairs else 1 + ALIKE
 
 
 def rows_of(device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:

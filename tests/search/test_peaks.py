@@ -165,3 +165,18 @@ def test_one_that_held_a_little_more_is_proven_a_little_more() -> None:
     shares, sizes, accumulates = np.array([8.0]), np.array([16.0]), np.array([1.0])
     assert seen.proven(2, shares, sizes, accumulates)[0] / MIB == pytest.approx(400 * 1.005)
     assert seen.proven(1, shares, sizes, accumulates)[0] / MIB == pytest.approx(400)
+
+
+def test_cards_of_a_kind_by_a_third_differ_by_what_a_kind_may() -> None:
+    """GPU 1 and GPU 3 never had the same share, both agreed with GPU 2: what one held is the other's to 1 %."""
+    together = ran(split(B, 4, 0, 4, 4, 0), 80, 200, 200, 0), ran(split(B, 2, 0, 0, 8, 8), 80, 0, 400, 400)
+    seen = peaks(*together, ran(split(B, 2, 4, 0, 0, 12), 80, 0, 0, 600), ran(split(B, 2, 0, 0, 16, 0), 80, 0, 800, 0))
+    assert set(seen.alike(1)) == {1, 2, 3}
+    shares, sizes, accumulates = np.array([12.0]), np.array([16.0]), np.array([1.0])
+    proven = [seen.proven(device, shares, sizes, accumulates)[0] / MIB for device in (1, 2, 3)]
+    assert proven == pytest.approx([606, 600, 600])
+
+
+def test_nothing_is_alike_before_anything_ran() -> None:
+    """Without a run whose memory was read no card stands for another."""
+    assert Peaks(3).alike(1) == (1,)
