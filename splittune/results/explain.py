@@ -129,7 +129,7 @@ def explain(
     free, most_free = format_bytes(fullest.headroom_bytes), format_bytes(emptiest.headroom_bytes)
     is_single = len(best.memory) == 1
     if not is_single and _are_level(best.memory):
-        text = f"The cards are alike and evenly filled at the best split: {free} to {most_free} are left free on each"
+        text = f"The cards are evenly filled at the best split: {free} to {most_free} are left free on each"
         held = f", and most of what fills them is held outside this job: {format_bytes(fullest.outside_bytes)} on each"
         return f"{text}{held if _is_mostly_others(fullest) else ''}."
     lead = f"At the best split GPU {fullest.device} is the fullest card, with {free} left free; "

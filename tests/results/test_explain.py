@@ -314,7 +314,7 @@ def test_an_even_winner_claims_nothing() -> None:
 def test_level_cards_need_one_sentence() -> None:
     """Alike cards, alike full: one sentence and no advice."""
     text = Job(totals=(4000, 4000, 4000)).explain(16, 16, 16)
-    assert text.startswith("The cards are alike and evenly filled at the best split: 3.8")
+    assert text.startswith("The cards are evenly filled at the best split: 3.8")
     assert text.count(". ") == 0
     assert "held outside" not in text
     full = Job(totals=(4000, 4000, 4000), outside=(3800, 3800, 3800)).explain(16, 16, 16)
