@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
+from splittune.config import MicroBatch, SplitConfig
 from splittune.errors import (
     ConfigError,
     DeviceError,
@@ -23,12 +24,12 @@ from splittune.errors import (
 )
 from splittune.parallel import BalancedDataParallel, accumulate
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.results import MicroBatch, SplitConfig, TuneResult
-from splittune.results.verification import Verification
+from splittune.report import TuneResult
 from splittune.split import BatchSplit, SplitSpace
 from splittune.training import TrainingTask
 from splittune.tuner import autotune
 from splittune.verify import verify
+from splittune.verify.result import Verification
 
 __all__ = [
     "BalancedDataParallel",

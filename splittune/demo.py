@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from splittune.config import SplitConfig
 from splittune.hardware import DeviceMemory, Hardware
-from splittune.results import SplitConfig
 from splittune.training import TrainingTask
 
 # Small cards, so that a model which trains on any CPU fills them; another program leaves 46 MiB of GPU 0.

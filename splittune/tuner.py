@@ -11,20 +11,22 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import nn
 
+from splittune.config import SplitConfig
 from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.hardware import resolve_hardware
 from splittune.profiling.drift import anchored
 from splittune.profiling.measurement import LossPlacement, Measurement
-from splittune.progress import reporter_for
-from splittune.results import SplitConfig, TuneResult
-from splittune.runner import Cards, Job, LocalRunner, Runner
+from splittune.report import TuneResult
+from splittune.report.progress import reporter_for
+from splittune.runners.base import DeviceView, JobFacts, Runner
+from splittune.runners.in_process import InProcessRunner
+from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, JobSource, WorkerRunner
 from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, SearchResult, Trial, find_best_split
 from splittune.split import BatchSplit, SplitSpace
 from splittune.split.space import Shares
 from splittune.training import TrainingTask
 from splittune.training.loader_rate import describe_slow_loader
 from splittune.training.task import OptimizerLike, StepFunction
-from splittune.worker import DEFAULT_TRIAL_TIMEOUT_S, JobSource, WorkerRunner
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ HEADROOM_FRACTION = 0.05
 # Statistics over fewer samples than this are mostly noise, and over a single one BatchNorm refuses to train.
 MIN_BATCH_NORM_SHARD = 4
 
-# Cards are alike where neither their memory nor what other programs hold of it differs by more than this part.
+# DeviceView are alike where neither their memory nor what other programs hold of it differs by more than this part.
 ALIKE_FRACTION = 0.05
 
 LossPlacements = Literal["output", "replica", "either"]
@@ -85,7 +87,7 @@ class SearchOptions:
 class Observer(Protocol):
     """Is told what a search does, for people to watch."""
 
-    def on_start(self, cards: Cards, space: SplitSpace, max_trials: int) -> None: ...
+    def on_start(self, cards: DeviceView, space: SplitSpace, max_trials: int) -> None: ...
 
     def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None: ...
 
@@ -171,7 +173,7 @@ def autotune(
     elif isolation is None:
         module: Any = model  # what is none is refused there
         task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
-        runner = LocalRunner(task, resolve_hardware(devices))
+        runner = InProcessRunner(task, resolve_hardware(devices))
     else:
         raise ConfigError(f'isolation is {isolation!r}: expected None, for this process, or "process".')
     options = SearchOptions(
@@ -249,14 +251,14 @@ def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequen
     return replace(results[0], best=best, doubts=tuple(dict.fromkeys(d for result in results for d in result.doubts)))
 
 
-def _study_name(job: Job, placement: LossPlacement) -> str:
+def _study_name(job: JobFacts, placement: LossPlacement) -> str:
     """Names the job and its devices, so that a storage never answers for another one."""
     cards = job.cards.spec or "+".join(device.name for device in job.cards.devices)
     loss = "" if placement == "output" else ", loss in the replicas"
     return f"{job.title}{loss} on {cards}"
 
 
-def _space_for(job: Job, shares: SharesChoice) -> SplitSpace:
+def _space_for(job: JobFacts, shares: SharesChoice) -> SplitSpace:
     loader_batch_size, num_devices = job.loader_batch_size, len(job.cards.devices)
     global_batch_size = loader_batch_size if job.global_batch_size is None else job.global_batch_size
     if global_batch_size != loader_batch_size:
@@ -279,7 +281,7 @@ def _space_for(job: Job, shares: SharesChoice) -> SplitSpace:
     )
 
 
-def _shares_for(cards: Cards) -> Shares:
+def _shares_for(cards: DeviceView) -> Shares:
     """A share for each card where the cards after GPU 0 differ, or are of another kind than it."""
     with cards.metered():
         memories = cards.memory()
@@ -293,7 +295,7 @@ def _shares_for(cards: Cards) -> Shares:
     return "gpu0" if len(names) == 1 and are_alike else "each"
 
 
-def _headroom_for(cards: Cards, min_headroom_bytes: int | Sequence[int] | None) -> tuple[int, ...]:
+def _headroom_for(cards: DeviceView, min_headroom_bytes: int | Sequence[int] | None) -> tuple[int, ...]:
     if min_headroom_bytes is None:
         with cards.metered():
             return tuple(int(HEADROOM_FRACTION * (m.total_bytes - m.outside_bytes)) for m in cards.memory())
@@ -323,7 +325,7 @@ def _check_whole(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}: expected an integer of at least 0.")
 
 
-def _result_of(found: SearchResult, job: Job, headroom: tuple[int, ...], seed: int) -> TuneResult:
+def _result_of(found: SearchResult, job: JobFacts, headroom: tuple[int, ...], seed: int) -> TuneResult:
     cards, throughput, rate = job.cards, found.best.throughput, job.loader_samples_per_s
     slow = None if rate is None or throughput is None else describe_slow_loader(job.loader_advice, rate, throughput)
     config = SplitConfig(

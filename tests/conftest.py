@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.fault_table import KEPT, PROPERTY, Gathered, as_csv, as_lines, differences, read, updated
+from tests.faults.table import KEPT, PROPERTY, Gathered, as_csv, as_lines, differences, read, updated
 
 torch.set_num_threads(1)
 

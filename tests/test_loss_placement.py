@@ -14,7 +14,7 @@ from torch.nn import functional
 from splittune import SplitConfig, autotune
 from splittune.errors import ConfigError
 from splittune.hardware import resolve_hardware
-from splittune.results import TuneResult, trials_table
+from splittune.report import TuneResult, trials_table
 
 # Many classes and little else: what GPU 0 gathers is most of what it holds.
 CARDS = "1xT400-4GB:occupied=3775MiB,3xT400-4GB"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from splittune import autotune
-from splittune.results import devices_table, trials_table
+from splittune.report import devices_table, trials_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -18,9 +18,9 @@ import torch
 from splittune.cli import main
 from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual.hardware import VirtualHardware
-from splittune.job_file import load_task
+from splittune.training.load_task import load_task
 from splittune.tuner import autotune
-from tests.test_faults import DEVICES, Job, Trap
+from tests.faults.test_faults import DEVICES, Job, Trap
 
 Tried = Callable[[str, str, str, str], None]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.workloads import digits_cnn, mlp
+from benchmarks.jobs.workloads import digits_cnn, mlp
 from splittune import (
     ConfigError,
     DeviceError,

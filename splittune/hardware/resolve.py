@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from splittune.errors import DeviceError
-from splittune.hardware.cuda import CudaHardware, count_visible_devices, describe_visible_devices
-from splittune.hardware.mig import refuse_several_instances_in_environment
+from splittune.hardware.cuda.hardware import CudaHardware, count_visible_devices, describe_visible_devices
+from splittune.hardware.cuda.mig import refuse_several_instances_in_environment
 
 if TYPE_CHECKING:
     from splittune.hardware.base import Hardware

@@ -1,7 +1,7 @@
 """Training on several devices with a share of the batch for each."""
 
 from splittune.parallel.accumulate import accumulate
-from splittune.parallel.balanced import BalancedDataParallel
+from splittune.parallel.data_parallel import BalancedDataParallel
 from splittune.parallel.link import Link, TorchLink
 
 __all__ = ["BalancedDataParallel", "Link", "TorchLink", "accumulate"]

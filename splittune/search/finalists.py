@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempt import Attempt, rank
+from splittune.search.attempts import Attempt, rank
 
 if TYPE_CHECKING:
     from splittune.split import BatchSplit

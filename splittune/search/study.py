@@ -14,19 +14,19 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
 from splittune.errors import ConfigError
-from splittune.interrupts import held_back
 from splittune.profiling.measurement import Measurement
-from splittune.search import history
-from splittune.search.attempt import Attempt, lacking_devices
-from splittune.search.failure import no_feasible_split
+from splittune.search.attempts import Attempt, lacking_devices
+from splittune.search.candidates.table import even_table
 from splittune.search.finalists import confirm_finalists
-from splittune.search.guard import GuardedSampler
-from splittune.search.parameters import distributions_of, split_of
-from splittune.search.registry import make_sampler
+from splittune.search.no_feasible import no_feasible_split
 from splittune.search.result import SearchResult, Stopped, Trial
-from splittune.search.sampler import GuidedSampler
-from splittune.search.storage import open_study, quiet_optuna
-from splittune.search.table import even_table
+from splittune.search.samplers.filtered import FilteredSampler
+from splittune.search.samplers.guided import GuidedSampler
+from splittune.search.samplers.parameters import distributions_of, split_of
+from splittune.search.samplers.registry import make_sampler
+from splittune.search.storage import records
+from splittune.search.storage.open_study import open_study, quiet_optuna
+from splittune.signals import deferred
 from splittune.split import BatchSplit, SplitSpace
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def find_best_split(
     demands = _checked_demands(min_headroom_bytes, space.num_devices)
     chosen = make_sampler(sampler, space, seed, demands)
     with quiet_optuna(), open_study(storage, study_name, chosen, asdict(space)) as study:
-        history.demand(study, demands)
+        records.demand(study, demands)
         search = _Search(study=study, sampler=chosen, space=space, demands=demands, on_trial=on_trial, clock=clock)
         search.resume()
         stopped = search.run(measure, max_trials, timeout_s)
@@ -100,7 +100,7 @@ class _Search:
     """One search under way: the study, and what was measured so far."""
 
     study: optuna.Study
-    sampler: GuidedSampler | GuardedSampler
+    sampler: GuidedSampler | FilteredSampler
     space: SplitSpace
     demands: tuple[int, ...]
     on_trial: Callable[[Trial], None] | None
@@ -110,8 +110,8 @@ class _Search:
 
     def resume(self) -> None:
         """Read back the finished trials of an earlier run."""
-        for stored in history.finished_trials(self.study):
-            attempt = history.attempt_of(stored, self.demands)
+        for stored in records.finished_trials(self.study):
+            attempt = records.attempt_of(stored, self.demands)
             reason, elapsed_s = stored.user_attrs["reason"], stored.user_attrs["elapsed_s"]
             self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=True)
 
@@ -157,11 +157,11 @@ class _Search:
             with suppress(StorageInternalError):  # the error to see is the one of the trial
                 self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
             raise
-        with held_back():  # Ctrl-C does not undo what was measured
+        with deferred():  # Ctrl-C does not undo what was measured
             attempt = Attempt(measurement=measurement, lacking=lacking_devices(measurement, self.demands))
             try:
                 trial.set_user_attr("elapsed_s", elapsed_s)
-                history.tell(self.study, trial, attempt, min_headroom_bytes=self.demands, reason=reason)
+                records.tell(self.study, trial, attempt, min_headroom_bytes=self.demands, reason=reason)
             finally:  # where it cannot be stored, the caller has it all the same
                 self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=False)
 
@@ -174,7 +174,7 @@ class _Search:
             self._report("confirm", measurement, reason, stored["elapsed_s"], is_resumed=True)
             return measurement
         measurement, elapsed_s = self._measure(confirm, split)
-        with held_back():
+        with deferred():
             try:
                 self.study.set_user_attr(key, {"measurement": measurement.to_dict(), "elapsed_s": elapsed_s})
             finally:

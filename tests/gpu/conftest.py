@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.gpu_stage import Stage
+from benchmarks.gpu.stage import Stage
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from torch import nn
 
 from splittune.errors import NvmlUnavailableError
 from splittune.hardware import CudaHardware, is_out_of_memory, resolve_hardware
-from splittune.hardware.nvml import Nvml
+from splittune.hardware.cuda.nvml import Nvml
 from splittune.parallel import BalancedDataParallel
 from splittune.split import BatchSplit
 from splittune.units import GIB, MIB

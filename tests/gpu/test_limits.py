@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import gpu_limits, gpu_neighbour
-from benchmarks.gpu_stage import Findings
+from benchmarks.gpu import limits as gpu_limits
+from benchmarks.gpu import neighbour as gpu_neighbour
+from benchmarks.gpu.stage import Findings
 from splittune.units import GIB
 
 pytestmark = [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import gpu_memory, gpu_timing
-from benchmarks.gpu_readings import blocks_held, sampled, traced
-from benchmarks.gpu_stage import Findings
+from benchmarks.gpu import memory as gpu_memory
+from benchmarks.gpu import timing as gpu_timing
+from benchmarks.gpu.readings import blocks_held, sampled, traced
+from benchmarks.gpu.stage import Findings
 from splittune.units import MIB
 
 pytestmark = [

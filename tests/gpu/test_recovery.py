@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import gpu_ooms
-from benchmarks.gpu_stage import Findings
+from benchmarks.gpu import ooms as gpu_ooms
+from benchmarks.gpu.stage import Findings
 
 pytestmark = [
     pytest.mark.gpu,

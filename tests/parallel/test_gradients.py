@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from splittune.hardware import resolve_hardware
 from splittune.parallel import BalancedDataParallel
-from splittune.parallel.balanced import Engine
+from splittune.parallel.data_parallel import Engine
 from splittune.split import BatchSplit
 from tests.parallel.models import (
     MODELS,

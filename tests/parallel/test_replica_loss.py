@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from splittune.config.micro_batches import cut_batch
 from splittune.errors import ConfigError
 from splittune.hardware import resolve_hardware
 from splittune.parallel import BalancedDataParallel, accumulate
-from splittune.results.micro_batches import cut_batch
 from splittune.split import BatchSplit
 
 IGNORED = -100

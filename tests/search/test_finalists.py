@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempt import Attempt
+from splittune.search.attempts import Attempt
 from splittune.search.finalists import confirm_finalists
 from splittune.split import BatchSplit, SplitSpace
 

@@ -8,8 +8,8 @@ import pytest
 
 from splittune.errors import ConfigError
 from splittune.search import SAMPLER_NAMES, Trial, find_best_split
-from splittune.search.history import read_attempts
-from splittune.search.parameters import distributions_of
+from splittune.search.samplers.parameters import distributions_of
+from splittune.search.storage.records import read_attempts
 from tests.search.problem import MIB, Problem, failing_after
 
 TIGHT = (550, 100_000, 100_000, 100_000)

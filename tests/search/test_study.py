@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import SAMPLER_NAMES, GuidedSampler, Trial, find_best_split
-from splittune.search.attempt import Attempt, lacking_devices
+from splittune.search.attempts import Attempt, lacking_devices
 from splittune.split import BatchSplit, SplitSpace
 from tests.search.problem import MIB, Problem
 

@@ -1,4 +1,4 @@
-"""Jobs of `benchmarks.problems` made by hand: memory and time of a known form, and what trials of them say."""
+"""Jobs of `benchmarks.problems.problem` made by hand: memory and time of a known form, and what trials of them say."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.problems import CardMemory, CardTime, Problem
-from splittune.search.attempt import Attempt, lacking_devices
+from benchmarks.problems.problem import CardMemory, CardTime, Problem
+from splittune.search.attempts import Attempt, lacking_devices
 from splittune.split import BatchSplit
 
 MIB = 1024**2

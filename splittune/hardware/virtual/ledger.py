@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Underscored by name, documented and in wide use; tests/hardware/test_ledger.py fails loudly should it change.
+# Underscored by name, documented and in wide use; tests/hardware/virtual/test_ledger.py fails loudly should it change.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splittune.hardware.virtual.allocator import Block, CachingAllocator

@@ -1,0 +1,1 @@
+"""Everything that a single CUDA card can show: `python -m benchmarks.gpu`."""

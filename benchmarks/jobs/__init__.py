@@ -1,0 +1,1 @@
+"""Jobs that benchmarks train: for virtual GPUs, and for real cards."""

@@ -1,0 +1,1 @@
+"""Problems for the search with a known best split: drawn, and judged exhaustively."""

@@ -1,0 +1,228 @@
+"""The trials as tables, for capacity planning: one row a trial, and one row a trial and device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pandas as pd
+
+from splittune.config.files import write_atomically
+
+if TYPE_CHECKING:
+    from splittune.hardware.base import Device, DeviceMemory
+    from splittune.profiling.measurement import Measurement
+
+
+class TrialRecord(Protocol):
+    """What a table needs of a trial; the search's `Trial` is one."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def measurement(self) -> Measurement: ...
+
+    @property
+    def reason(self) -> str: ...
+
+
+# pandas' nullable types: an absent integer stays an empty cell, and does not turn the column into floats
+_TRIALS_TYPES = {
+    "trial": "Int64",
+    "kind": "string",
+    "outcome": "string",
+    "global_batch_size": "Int64",
+    "accumulation_steps": "Int64",
+    "micro_batch_size": "Int64",
+    "gpu0_bsz": "Int64",
+    "shard_sizes": "string",
+    "loss_placement": "string",
+    "throughput_samples_per_s": "Float64",
+    "step_time_s": "Float64",
+    "micro_step_time_s": "Float64",
+    "update_time_s": "Float64",
+    "num_micro_steps_timed": "Int64",
+    "num_updates_timed": "Int64",
+    "num_whole_steps_timed": "Int64",
+    "relative_error": "Float64",
+    "is_noisy": "boolean",
+    "is_modelled": "boolean",
+    "least_headroom_bytes": "Int64",
+    "least_headroom_device": "Int64",
+    "num_alloc_retries": "Int64",
+    "reason": "string",
+    "notes": "string",
+    "message": "string",
+}
+_DEVICES_TYPES = {
+    "trial": "Int64",
+    "device": "Int64",
+    "device_name": "string",
+    "shard_size": "Int64",
+    "total_bytes": "Int64",
+    "outside_bytes": "Int64",
+    "peak_allocated_bytes": "Int64",
+    "peak_reserved_bytes": "Int64",
+    "headroom_bytes": "Int64",
+    "micro_step_peak_bytes": "Int64",
+    "update_peak_bytes": "Int64",
+    "single_step_peak_bytes": "Int64",
+    "resting_bytes": "Int64",
+    "busy_s": "Float64",
+    "outcome": "string",
+}
+
+
+def trials_table(trials: Iterable[TrialRecord], *, is_modelled: bool | None = None) -> pd.DataFrame:
+    """One row a trial, in the order given; what was not measured is an empty cell, never 0.
+
+    `is_modelled` is the hardware's: True for virtual devices, None where it is not known.
+
+    | column | unit | meaning |
+    |---|---|---|
+    | `trial` | | number of the trial, counted from 0 |
+    | `kind` | | `search`, or `confirm` for a split measured again in whole steps |
+    | `outcome` | | `ok`, `out_of_memory`, `no_headroom` (it ran, and left a device too little) or `crashed` |
+    | `global_batch_size` | samples | behind one optimizer step, all devices and accumulation steps together |
+    | `accumulation_steps` | | micro-batches in one optimizer step |
+    | `micro_batch_size` | samples | of the largest micro-batch, all devices together |
+    | `gpu0_bsz` | samples | device 0's part of the largest micro-batch |
+    | `shard_sizes` | samples | every device's part of the largest micro-batch: `5+20+20+19` |
+    | `loss_placement` | | `output`: from gathered outputs, on the output device; `replica`: in each replica |
+    | `throughput_samples_per_s` | samples/s | global batch over step time |
+    | `step_time_s` | s | one optimizer step: the median whole step, or else accumulation steps x micro-step + update |
+    | `micro_step_time_s` | s | median forward and backward of one micro-batch |
+    | `update_time_s` | s | median update of the optimizer |
+    | `num_micro_steps_timed` | | micro-steps behind the median; 0 where none ran |
+    | `num_updates_timed` | | updates behind the median |
+    | `num_whole_steps_timed` | | whole optimizer steps behind the median |
+    | `relative_error` | | half the width of the 95 % confidence interval of the step time, over it; empty for a clock that repeats exactly |
+    | `is_noisy` | | `True` where the times spread by more than 5 % of their median; empty without times |
+    | `is_modelled` | | `True` where times come from a model of the devices, not from a clock |
+    | `least_headroom_bytes` | bytes | what the fullest device had left at its peak; negative where it would not fit |
+    | `least_headroom_device` | | that device, counted from 0 within the job |
+    | `num_alloc_retries` | | times the allocator had to free memory and try again in timed steps: above 0 the split is on the edge |
+    | `reason` | | why the search tried this split |
+    | `notes` | | what else happened: a trial repeated, cut short, throttled |
+    | `message` | | what went wrong, if anything did; line breaks become spaces |
+    """
+    return _frame([_trial_row(trial, is_modelled) for trial in trials], _TRIALS_TYPES)
+
+
+def devices_table(trials: Iterable[TrialRecord], *, devices: Sequence[Device] = ()) -> pd.DataFrame:
+    """One row a trial and device, trials in the order given; what was not measured is an empty cell, never 0.
+
+    `devices` gives the names and is the hardware's; without it the names are empty cells.
+
+    | column | unit | meaning |
+    |---|---|---|
+    | `trial` | | number of the trial, as in `trials.csv` |
+    | `device` | | counted from 0 within the job: 0 is 'GPU 0' |
+    | `device_name` | | name of the device |
+    | `shard_size` | samples | the device's part of the largest micro-batch |
+    | `total_bytes` | bytes | memory of the device |
+    | `outside_bytes` | bytes | held by others: other programs, the CUDA context, libraries |
+    | `peak_allocated_bytes` | bytes | most that live tensors took |
+    | `peak_reserved_bytes` | bytes | most that torch's caching allocator held |
+    | `headroom_bytes` | bytes | total - outside - peak reserved |
+    | `micro_step_peak_bytes` | bytes | peak allocated in forward and backward alone |
+    | `update_peak_bytes` | bytes | peak allocated in the optimizer's update alone |
+    | `single_step_peak_bytes` | bytes | peak allocated in a step of one such micro-batch alone, where no gradients wait |
+    | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes |
+    | `busy_s` | s | median time of a micro-step in which the device worked |
+    | `outcome` | | the trial's outcome, as in `trials.csv` |
+    """
+    names = {device.index: device.name for device in devices}
+    return _frame([row for trial in trials for row in _device_rows(trial, names)], _DEVICES_TYPES)
+
+
+def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
+    r"""Write `frame` as CSV, whole or not at all, and return the path; missing folders are made.
+
+    The same frame gives the same bytes anywhere: UTF-8, ``"\n"`` line ends, no index, absent cells empty, and floats
+    in the fewest digits that read back equal (``0.1``, not ``0.10000000000000001``).
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    return write_atomically(path, frame.to_csv(index=False, lineterminator="\n", na_rep=""))
+
+
+def _trial_row(trial: TrialRecord, is_modelled: bool | None) -> dict[str, Any]:
+    measurement, split = trial.measurement, trial.measurement.split
+    fullest = min(measurement.memory, key=lambda memory: (memory.headroom_bytes, memory.device), default=None)
+    return {
+        "trial": trial.number,
+        "kind": trial.kind,
+        "outcome": measurement.outcome.value,
+        "global_batch_size": split.global_batch_size,
+        "accumulation_steps": split.accumulation_steps,
+        "micro_batch_size": split.micro_batch_size,
+        "gpu0_bsz": split.gpu0_bsz,
+        "shard_sizes": "+".join(map(str, split.shard_sizes)),
+        "loss_placement": measurement.loss_placement,
+        "throughput_samples_per_s": measurement.throughput,
+        "step_time_s": measurement.step_time_s,
+        "micro_step_time_s": measurement.micro_step_time_s,
+        "update_time_s": measurement.update_time_s,
+        "num_micro_steps_timed": len(measurement.micro_step_times_s),
+        "num_updates_timed": len(measurement.update_times_s),
+        "num_whole_steps_timed": len(measurement.whole_step_times_s),
+        "relative_error": measurement.relative_error,
+        "is_noisy": None if measurement.step_time_s is None else measurement.is_noisy,
+        "is_modelled": is_modelled,
+        "least_headroom_bytes": None if fullest is None else fullest.headroom_bytes,
+        "least_headroom_device": None if fullest is None else fullest.device,
+        "num_alloc_retries": measurement.num_alloc_retries,
+        "reason": _in_one_line(trial.reason),
+        "notes": _in_one_line(" ".join(measurement.notes)),
+        "message": _in_one_line(measurement.message),
+    }
+
+
+def _device_rows(trial: TrialRecord, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    measurement = trial.measurement
+    memory_of = {memory.device: memory for memory in measurement.memory}
+    busy_s = measurement.device_busy_s
+    return [
+        {
+            "trial": trial.number,
+            "device": device,
+            "device_name": names.get(device),
+            "shard_size": shard_size,
+            **_memory_cells(memory_of.get(device)),
+            "busy_s": None if busy_s is None else busy_s[device],
+            "outcome": measurement.outcome.value,
+        }
+        for device, shard_size in enumerate(measurement.split.shard_sizes)
+    ]
+
+
+def _memory_cells(memory: DeviceMemory | None) -> dict[str, int | None]:
+    cells = (
+        "total_bytes",
+        "outside_bytes",
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "headroom_bytes",
+        "micro_step_peak_bytes",
+        "update_peak_bytes",
+        "single_step_peak_bytes",
+        "resting_bytes",
+    )
+    return {cell: None if memory is None else getattr(memory, cell) for cell in cells}
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _frame(rows: list[dict[str, Any]], types: Mapping[str, str]) -> pd.DataFrame:
+    # objects first: read as numbers, an integer column with an absent cell would pass through floats
+    return pd.DataFrame(rows, columns=list(types), dtype=object).astype(dict(types))

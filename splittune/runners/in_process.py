@@ -1,0 +1,80 @@
+"""Trials in the tuner's own process, on a task and hardware at hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from splittune.hardware import Hardware
+from splittune.hardware.oom import is_sticky
+from splittune.profiling.measurement import LossPlacement
+from splittune.profiling.profiler import Profiler, finish_backward
+from splittune.runners.base import JobFacts
+from splittune.signals import deferred
+from splittune.training import SampleBatch, Snapshot, TrainingTask, read_batches
+
+
+def free_leftovers(hardware: Hardware) -> None:
+    """Free what a step left on the devices, one that failed too. Call it outside any except block."""
+    finish_backward()
+    hardware.recover()
+
+
+class InProcessRunner:
+    """Runs the trials of a task at hand in this process, on hardware at hand."""
+
+    def __init__(self, task: TrainingTask, hardware: Hardware) -> None:
+        self._task, self._hardware = task, hardware
+        self._snapshot: Snapshot | None = None
+        self._samples: SampleBatch | None = None
+        self._is_grad_enabled = True
+
+    def snapshot(self) -> None:
+        """Keep the job as it is now, for `close` to put back."""
+        self._is_grad_enabled = torch.is_grad_enabled()
+        with deferred():  # it takes the gradients off the model
+            self._snapshot = self._task.snapshot()
+
+    def open(self, placements: Sequence[LossPlacement]) -> JobFacts:
+        self.snapshot()
+        self._samples = read_batches(self._task.loader)
+        if "replica" in placements:
+            self._task.loss_in_replica(self._samples.batch)  # says so now if it cannot be
+        return JobFacts.of(self._task, self._samples, self._hardware)
+
+    def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> Profiler:
+        assert self._snapshot is not None, "open() comes first"
+        assert self._samples is not None, "open() did not fail"
+        return Profiler(
+            self._task,
+            self._hardware,
+            self._samples,
+            self._snapshot,
+            min_headroom_bytes=min_headroom_bytes,
+            loss_placement=loss_placement,
+        )
+
+    def close(self) -> None:
+        """Leave job and devices as they were found; Ctrl-C waits until that is done.
+
+        After a CUDA error that spoils the devices for this process nothing is asked of them: what lives there is lost, and
+        asking would raise anew and hide that error. What lives on the host is put back all the same.
+        """
+        if self._snapshot is None:
+            return
+        on_its_way = sys.exc_info()[1]  # where this is called in a `finally`
+        is_usable = on_its_way is None or not is_sticky(on_its_way)
+        with deferred():
+            try:
+                if is_usable:
+                    free_leftovers(self._hardware)
+            except RuntimeError as error:  # a kernel's own error may show only now
+                is_usable = not is_sticky(error)
+                raise
+            finally:
+                # Ctrl-C between torch.no_grad()'s own lines leaves gradients off for the whole thread
+                torch.set_grad_enabled(self._is_grad_enabled)
+                self._snapshot.restore(on_host_only=not is_usable)
+                self._snapshot.restore_gradients(on_host_only=not is_usable)

@@ -1,0 +1,1 @@
+"""The splits worth judging, and what the models make of each."""

@@ -1,0 +1,1 @@
+"""Models of memory and of step time, fitted to the trials so far."""

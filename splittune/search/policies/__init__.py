@@ -1,0 +1,1 @@
+"""What decides the next trial."""

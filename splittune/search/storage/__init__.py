@@ -1,0 +1,1 @@
+"""How trials are kept: the study, its journal, its lock, its records."""

@@ -1,0 +1,133 @@
+"""Attempts as Optuna trials: how they are written, and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from optuna import TrialPruned
+from optuna.trial import FrozenTrial, TrialState
+
+from splittune.errors import ConfigError
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.attempts import Attempt, lacking_devices
+
+if TYPE_CHECKING:
+    import optuna
+
+_FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+_DEVICE = "device "
+_DEMANDS = "min_headroom_bytes"
+
+
+def tell(
+    study: optuna.Study, trial: optuna.Trial, attempt: Attempt, *, min_headroom_bytes: Sequence[int], reason: str
+) -> None:
+    """Finish `trial` with what was measured; a split that did not run is PRUNED, for samplers ignore what is FAIL."""
+    _note(trial, attempt, min_headroom_bytes, reason)
+    if _has_value(attempt):
+        study.tell(trial, attempt.measurement.throughput)
+    else:
+        study.tell(trial, state=TrialState.PRUNED)
+
+
+def report(trial: optuna.Trial, measurement: Measurement) -> float:
+    """Note what was measured in a trial of one's own ``study.optimize``, and return its samples/s as the objective.
+
+    Raises:
+        optuna.TrialPruned: the split ran out of memory or crashed.
+    """
+    demands = trial.study.user_attrs.get(_DEMANDS) or [0] * measurement.split.num_devices
+    judged = measurement.judged(demands)
+    attempt = Attempt(measurement=judged, lacking=lacking_devices(judged, demands))
+    _note(trial, attempt, demands, getattr(trial.study.sampler, "reason", ""))
+    if not _has_value(attempt):
+        raise TrialPruned(judged.message)
+    assert judged.throughput is not None
+    return judged.throughput
+
+
+def _has_value(attempt: Attempt) -> bool:
+    return attempt.measurement.outcome in (Outcome.OK, Outcome.NO_HEADROOM)
+
+
+def _note(trial: optuna.Trial, attempt: Attempt, min_headroom_bytes: Sequence[int], reason: str) -> None:
+    """Write what was measured into the trial.
+
+    User attributes hold the split, the reason and the whole measurement. Constraints, positive where violated, are
+    ``"device i"``, the headroom it lacks as a share of its memory (1 where the amount is unknown), and 1 for each of
+    ``"out_of_memory"``, ``"crashed"`` and ``"no_headroom"``, the last where no device is known to lack any.
+    """
+    split, measurement = attempt.split, attempt.measurement
+    trial.set_user_attr("gpu0_bsz", split.gpu0_bsz)
+    trial.set_user_attr("shard_sizes", list(split.shard_sizes))
+    trial.set_user_attr("reason", reason)
+    trial.set_user_attr("measurement", measurement.to_dict())
+    for name, overflow in _constraints(attempt, min_headroom_bytes).items():
+        trial.set_constraint(name, overflow)
+
+
+def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """The trials with a measurement, oldest first; those that were interrupted or failed are not among them."""
+    return study.get_trials(deepcopy=False, states=_FINISHED)
+
+
+def demand(study: optuna.Study, min_headroom_bytes: Sequence[int]) -> None:
+    """Note what every device must keep free from now on: stored trials are judged by it when they are read back.
+
+    Other programs come and go, so a search that goes on another day may well have another demand.
+    """
+    if study.user_attrs.get(_DEMANDS) != list(min_headroom_bytes):
+        study.set_user_attr(_DEMANDS, list(min_headroom_bytes))
+
+
+def attempt_of(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> Attempt:
+    """What `tell` wrote, judged by the headroom demanded now.
+
+    Raises:
+        ConfigError: the trial was written by another program.
+    """
+    if "measurement" not in trial.user_attrs:
+        raise ConfigError(
+            f"trial {trial.number} of the study holds no measurement: it was not written by splittune. "
+            "Give another study_name or storage."
+        )
+    measurement = Measurement.from_dict(trial.user_attrs["measurement"])
+    if measurement.outcome is Outcome.NO_HEADROOM and measurement.memory:
+        measurement = replace(measurement, outcome=Outcome.OK, message="")
+    measurement = measurement.judged(min_headroom_bytes)
+    return Attempt(measurement=measurement, lacking=lacking_devices(measurement, min_headroom_bytes))
+
+
+def read_attempt(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> Attempt | None:
+    """What `tell` or `report` wrote; None where neither did."""
+    return attempt_of(trial, min_headroom_bytes) if "measurement" in trial.user_attrs else None
+
+
+def read_attempts(study: optuna.Study) -> list[Attempt]:
+    """Everything measured so far, oldest first."""
+    trials = finished_trials(study)
+    if not trials:
+        return []
+    demands = study.user_attrs[_DEMANDS]
+    return [attempt_of(trial, demands) for trial in trials]
+
+
+def _constraints(attempt: Attempt, min_headroom_bytes: Sequence[int]) -> dict[str, float]:
+    measurement = attempt.measurement
+    if measurement.outcome is Outcome.CRASHED:
+        return {"crashed": 1.0}
+    constraints = {
+        f"{_DEVICE}{memory.device}": (min_headroom_bytes[memory.device] - memory.headroom_bytes)
+        / max(memory.total_bytes, 1)
+        for memory in measurement.memory
+    }
+    for device in attempt.lacking:
+        name = f"{_DEVICE}{device}"
+        constraints[name] = constraints[name] if constraints.get(name, 0) > 0 else 1.0
+    if measurement.outcome is Outcome.OUT_OF_MEMORY:
+        constraints["out_of_memory"] = 1.0
+    elif measurement.outcome is Outcome.NO_HEADROOM and not attempt.lacking:
+        constraints["no_headroom"] = 1.0
+    return constraints

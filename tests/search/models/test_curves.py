@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from splittune.search.models.curves import Curve, fit_curve
+
+Floats = NDArray[np.float64]
+
+NOISE = 0.001
+
+
+def fitted(shares: list[float], times_s: list[float], noise: float = NOISE) -> Curve:
+    curve = fit_curve(shares, times_s, noise)
+    assert curve is not None
+    return curve
+
+
+def at(curve: Curve, *shares: float) -> list[float]:
+    return curve(np.array(shares, dtype=float)).tolist()
+
+
+def test_the_worked_example() -> None:
+    """2 ms of floor, 1 ms a sample and a knee of 4 make 6 ms up to 4 samples and 10 ms for 8; no share takes no time."""
+    curve = Curve(0.002, 0.001, 4.0, np.array([1.0]), np.zeros(1))
+    assert at(curve, 0, 1, 4, 8) == pytest.approx([0, 0.006, 0.006, 0.010])
+
+
+@given(
+    floor_s=st.floats(0, 1),
+    slope_s=st.floats(1e-4, 1),
+    shares=st.lists(st.integers(1, 500), min_size=2, max_size=6, unique=True),
+)
+def test_lines_are_recovered_exactly(floor_s: float, slope_s: float, shares: list[int]) -> None:
+    """Two shares or more on any line give that line, far beyond them too."""
+    curve = fitted([float(s) for s in shares], [floor_s + slope_s * s for s in shares])
+    assert at(curve, 2000) == pytest.approx([floor_s + slope_s * 2000], rel=1e-4)
+    assert curve.knee == 0
+
+
+def test_a_knee_is_found_where_a_straight_line_does_not_do() -> None:
+    """Shares below 16 that all take as long as 16 show a knee there, and larger ones are on the line behind it."""
+    shares = [1.0, 2.0, 8.0, 16.0, 64.0, 128.0]
+    curve = fitted(shares, [0.004 + 0.001 * max(share, 16) for share in shares])
+    assert curve.knee == pytest.approx(16, rel=0.5)
+    assert at(curve, 4, 256) == pytest.approx([0.020, 0.260], rel=0.02)
+
+
+@given(
+    floor_s=st.floats(0, 1),
+    slope_s=st.floats(0.01, 1),
+    knee=st.floats(5, 60),
+    noise=st.sampled_from([0.0, NOISE]),
+)
+def test_a_knee_is_found_exactly(floor_s: float, slope_s: float, knee: float, noise: float) -> None:
+    """Wherever it lies between two shares: it is where the flat of the smaller ones meets the line of the larger."""
+    shares = [1.0, 4.0, 64.0, 96.0, 128.0]
+    curve = fitted(shares, [floor_s + slope_s * max(share, knee) for share in shares], noise)
+    if floor_s + slope_s * 128 > 1.2 * (floor_s + slope_s * knee):
+        wanted = [20.0, 32.0, 50.0, 256.0]
+        truth = [floor_s + slope_s * max(share, knee) for share in wanted]
+        assert at(curve, *wanted) == pytest.approx(truth, rel=0.005)
+
+
+def test_of_a_single_share_most_is_taken_for_floor() -> None:
+    """One share alone cannot tell a floor from a slope: it is met exactly, and others are in much doubt."""
+    curve = fitted([4.0, 4.0], [0.010, 0.010])
+    assert at(curve, 4, 8) == pytest.approx([0.010, 0.014])
+    (doubt,) = curve.doubt(np.array([8.0]))
+    assert doubt > 0.2
+
+
+def test_nothing_measured_is_no_curve() -> None:
+    """A card that never had a share has no curve."""
+    assert fit_curve([], [], NOISE) is None
+
+
+def test_deviations_are_followed_where_they_were_measured() -> None:
+    """A tile that makes 33 to 64 samples slow is met at the shares that were measured, and in between by their neighbours."""
+    shares = [8.0, 16.0, 32.0, 48.0, 64.0]
+    times = [0.008, 0.016, 0.032, 0.064, 0.064]
+    curve = fitted(shares, times)
+    assert at(curve, *shares) == pytest.approx(times, rel=0.01)
+    assert 0.032 < at(curve, 40)[0] < 0.064
+
+
+def test_noise_is_not_followed() -> None:
+    """What scatters as much as clocks do stays off the curve: it goes through the middle."""
+    shares = [4.0, 8.0, 16.0, 32.0, 64.0]
+    scatter = [1.02, 0.98, 1.02, 0.98, 1.02]
+    times = [(0.005 + 0.001 * share) * off for share, off in zip(shares, scatter, strict=True)]
+    quiet, loud = fitted(shares, times, noise=0.0001), fitted(shares, times, noise=0.1)
+    assert at(quiet, *shares) == pytest.approx(times, rel=0.002)
+    assert np.abs(loud.deviations).max() < 0.1 * np.abs(quiet.deviations).max()
+    assert loud.knee == 0
+
+
+def test_several_times_of_one_share_count_as_one() -> None:
+    """Two times of the same share are averaged, in logarithms."""
+    curve = fitted([1.0, 1.0, 2.0, 2.0], [0.010, 0.0225, 0.020, 0.045])
+    assert at(curve, 1, 2) == pytest.approx([0.015, 0.030])
+
+
+def test_doubt_grows_with_the_distance_from_what_was_measured() -> None:
+    """No doubt at a measured share, some between two, more beyond, less when more shares are known."""
+    few, more = (fitted(shares, [0.002 * s for s in shares]) for shares in ([8.0, 32.0], [8.0, 16.0, 32.0]))
+    assert few.doubt(np.array([8.0, 32.0])) == pytest.approx([0, 0])
+    between, beyond, far = few.doubt(np.array([16.0, 64.0, 512.0]))
+    assert 0 < between <= beyond < far
+    assert more.doubt(np.array([512.0]))[0] < far
+    assert few.doubt(np.array([1.0]))[0] > few.doubt(np.array([4.0]))[0] > 0
+
+
+def test_a_ratio_stands_for_a_card_of_another_speed() -> None:
+    """A card with a ratio of 2 takes for 4 samples what the curve says of 8."""
+    curve = fitted([4.0, 8.0], [0.004, 0.008])
+    slow = Curve(curve.floor_s, curve.slope_s, curve.knee, curve.shares, curve.deviations, ratio=2.0)
+    assert at(slow, 0, 4) == pytest.approx([0, at(curve, 8)[0]])
+    assert slow.doubt(np.array([4.0]))[0] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("tile", [4, 8, 32])
+def test_tiles_are_learned_from_a_few_shares(tile: int) -> None:
+    """Where part of a tile is paid like a whole one, shares never measured are foretold on both sides of its edges."""
+
+    def truth(share: float) -> float:
+        return 0.002 + 0.0005 * share + 0.001 * tile * np.ceil(share / tile)
+
+    shares = [1.0, float(tile), tile + 1.0, 2.5 * tile, 4.0 * tile]
+    curve = fit_curve(shares, [truth(s) for s in shares], NOISE, tile)
+    assert curve is not None
+    assert curve.tile == tile
+    wanted = [2 * tile, 2 * tile + 1, 3 * tile, 3 * tile + 1, 7 * tile]
+    assert at(curve, *wanted) == pytest.approx([truth(s) for s in wanted], rel=0.01)
+
+
+def test_tiles_that_explain_nothing_are_left_out() -> None:
+    """Of times on a line the curve with tiles is the line."""
+    curve = fit_curve([1.0, 3.0, 8.0, 11.0], [0.012, 0.016, 0.026, 0.032], NOISE, 8)
+    assert curve is not None
+    assert at(curve, 24, 25) == pytest.approx([0.058, 0.060], rel=0.01)
+
+
+def test_a_curve_is_well_known_when_shares_to_spare_lie_on_it() -> None:
+    """Three shares on a line may lie there by chance, four do not; and a share that is off is to be explained."""
+    line = {share: 0.01 + 0.002 * share for share in (1.0, 3.0, 8.0, 11.0)}
+    assert fitted(list(line), list(line.values())).is_well_known(NOISE)
+    assert not fitted(list(line)[:3], list(line.values())[:3]).is_well_known(NOISE)
+    assert not fitted(list(line), [*list(line.values())[:3], 0.036]).is_well_known(NOISE)

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from benchmarks.problems.problem import CardTime, Problem
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search import TimeModel
+from splittune.search.attempts import Attempt
+from splittune.split import BatchSplit
+from tests.search.truth import card_memory, even, job, rows, split, trials
+
+B = 64
+
+
+def predicted(model: TimeModel, *wanted: BatchSplit) -> NDArray[np.float64]:
+    return np.exp(model.predict(*rows(wanted)).log_s)
+
+
+def doubts(model: TimeModel, *wanted: BatchSplit) -> NDArray[np.float64]:
+    return model.predict(*rows(wanted)).deviation
+
+
+def truth(problem: Problem, *wanted: BatchSplit) -> NDArray[np.float64]:
+    return problem.step_times_s(*rows(wanted))
+
+
+def model_of(problem: Problem, tried: Sequence[BatchSplit]) -> TimeModel:
+    return TimeModel(trials(problem, tried))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Problem:
+    """Any job of the model's form, not bound by the host, with cards of one kind or two."""
+    num_devices = draw(st.integers(2, 4))
+    slow = draw(st.sampled_from([1.0, 2.0]))
+    launch_s, sample_s = draw(st.sampled_from([0.0, 0.01])), draw(st.sampled_from([0.0005, 0.002]))
+    kinds = [CardTime(launch_s=launch_s, sample_s=sample_s * factor) for factor in (1.0, slow)]
+    return job(
+        num_devices,
+        B=B,
+        times=[kinds[draw(st.integers(0, 1))] for _ in range(num_devices)],
+        micro_step_s=draw(st.sampled_from([0.0, 0.005])),
+        output_s=draw(st.sampled_from([0.0, 1e-5])),
+        update_s=draw(st.sampled_from([0.001, 0.05])),
+    )
+
+
+@settings(max_examples=40)
+@given(problem=jobs())
+def test_a_job_of_the_models_form_is_foretold_exactly(problem: Problem) -> None:
+    """Without noise a few even splits and an uneven one give the time of every other split with as many cards."""
+    n = problem.num_devices
+    tried = [even(B, k, n) for k in (16, 8, 4, 2)] + [split(B, 4, 16 - 2 * (n - 1), *[2] * (n - 1))]
+    wanted = [even(B, 1, n), split(B, 2, 32 - 5 * (n - 1), *[5] * (n - 1)), even(B, 5, n)]
+    model = model_of(problem, tried)
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.02)
+    assert model.misfit < 0.005
+    assert model.doubts() == ()
+
+
+def test_a_knee_is_learned() -> None:
+    """Where a card is not full below 12 samples, smaller shares are known to take no less time."""
+    problem = job(2, B=B, times=[CardTime(launch_s=0.002, sample_s=0.002, knee=12)] * 2)
+    model = model_of(problem, [even(B, k, 2) for k in (32, 16, 8, 4, 2)])
+    wanted = [even(B, 1, 2), even(B, 11, 2)]
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.1)
+
+
+def test_what_the_form_does_not_explain_is_followed_where_it_was_measured() -> None:
+    """A split that takes 30 % longer than any form has it is predicted so, a neighbour partly, a far one not."""
+    problem = job(3, B=B)
+    attempts = trials(problem, [even(B, k, 3) for k in (16, 8, 4, 2)])
+    odd = split(B, 2, 2, 15, 15)
+    measured = trials(problem, [odd])[0].measurement
+    slow = replace(measured, micro_step_times_s=tuple(1.3 * time for time in measured.micro_step_times_s))
+    straight, model = TimeModel(attempts), TimeModel([*attempts, Attempt(measurement=slow)])
+    step_s = slow.step_time_s
+    assert step_s is not None
+    assert predicted(model, odd)[0] == pytest.approx(step_s, rel=0.05)
+    far = even(B, 16, 3)
+    assert predicted(model, far)[0] == pytest.approx(predicted(straight, far)[0], rel=0.1)
+
+
+def test_doubt_grows_away_from_data() -> None:
+    """A measured split is in little doubt, one beside it in more, and one far beyond in most."""
+    problem = job(3, B=B)
+    model = model_of(problem, [even(B, k, 3) for k in (32, 16, 8)])
+    measured, near, far = doubts(model, even(B, 16, 3), even(B, 6, 3), split(B, 1, 60, 2, 2))
+    assert measured < 0.01
+    assert measured < near < far
+
+
+def test_noise_is_no_misfit() -> None:
+    """Clocks that scatter by 3 % give no doubt about the form, and the fit stays near the truth."""
+    problem = job(4, B=B, noise=0.03)
+    model = model_of(problem, [even(B, k, 4) for k in (16, 8, 4, 2, 1)])
+    assert model.noise > 0.002
+    assert model.doubts() == ()
+    wanted = [even(B, 3, 4), split(B, 1, 10, 18, 18, 18)]
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.06)
+
+
+def test_times_that_no_form_explains_are_told() -> None:
+    """Where the form leaves more than noise, the model says that it did not fit."""
+    problem = job(2, B=B)
+    attempts = trials(problem, [even(B, k, 2) for k in (32, 16, 8, 4, 2, 1)])
+    wild = [
+        Attempt(
+            measurement=replace(
+                a.measurement,
+                device_busy_s=None,
+                micro_step_times_s=tuple(t * (3.0 if i % 2 else 0.4) for t in a.measurement.micro_step_times_s),
+            )
+        )
+        for i, a in enumerate(attempts)
+    ]
+    (doubt,) = TimeModel(wild).doubts()
+    assert doubt.startswith("The time model did not fit: its form leaves ")
+
+
+def test_without_busy_times_the_slowest_card_is_told_by_whole_steps() -> None:
+    """Steps alone show, with several shares of GPU 0, what moving samples off it gains."""
+    slow, fast = CardTime(launch_s=0.005, sample_s=0.004), CardTime(launch_s=0.005, sample_s=0.002)
+    problem = job(3, B=B, times=[slow, fast, fast], tells_busy=False)
+    tried = [even(B, 8, 3), even(B, 2, 3), split(B, 2, 8, 12, 12), split(B, 2, 4, 14, 14), split(B, 2, 16, 8, 8)]
+    model = model_of(problem, tried)
+    wanted = [split(B, 1, 14, 25, 25), split(B, 1, 30, 17, 17)]
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.1)
+    assert len(model.curves) == 3
+    assert model.curves[0].ratio == pytest.approx(2, rel=0.2)
+
+
+@pytest.mark.parametrize("ratio", [0.45, 0.8, 1.25, 2.3])
+def test_without_busy_times_gpu0s_speed_is_told_closely(ratio: float) -> None:
+    """Between the ratios that are tried first, too, where its share and the others' take as long is found."""
+    times = [CardTime(launch_s=0.0, sample_s=0.002 * ratio), *[CardTime(launch_s=0.0, sample_s=0.002)] * 2]
+    problem = job(3, B=B, times=times, tells_busy=False)
+    tried = [even(B, 8, 3), even(B, 2, 3), split(B, 2, 4, 14, 14), split(B, 2, 20, 6, 6), split(B, 1, 36, 14, 14)]
+    wanted = [split(B, 1, share, (B - share) // 2, (B - share) // 2) for share in (10, 16, 20, 24, 30)]
+    assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.04)
+
+
+def test_without_busy_times_cards_of_gpu0s_memory_may_share_its_speed() -> None:
+    """Three fast cards of one memory beside a slow one of another: what the last has decides, not what GPU 0 has."""
+    fast, slow = CardTime(launch_s=0.005, sample_s=0.001), CardTime(launch_s=0.005, sample_s=0.003)
+    memories = [card_memory(is_first=i == 0, total=10**6 if i < 3 else 10**5) for i in range(4)]
+    problem = job(memories, B=B, times=[fast, fast, fast, slow], tells_busy=False)
+    tried = [even(B, 8, 4), even(B, 2, 4), split(B, 2, 5, 9, 9, 9), split(B, 3, 1, 7, 7, 7), split(B, 4, 1, 6, 5, 4)]
+    wanted = [split(B, 1, 1, 22, 21, 20), split(B, 1, 16, 17, 16, 15), split(B, 3, 1, 8, 7, 6)]
+    assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
+
+
+def test_without_busy_times_tiles_are_found() -> None:
+    """Whole steps whose shares of 10, 12 and 15 take as long, and 17 twice that, show tiles of 16."""
+    problem = job(
+        2, B=B, times=[CardTime(launch_s=0.002, sample_s=0.004, tile=16, tile_weight=1.0)] * 2, tells_busy=False
+    )
+    tried = [even(B, 32, 2), split(B, 3, 10, 12), split(B, 3, 7, 15), split(B, 2, 15, 17)]
+    wanted = [even(B, 2, 2), split(B, 4, 1, 15), split(B, 3, 8, 14)]
+    assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.05)
+
+
+def test_without_busy_times_a_share_too_small_to_matter_is_in_no_doubt() -> None:
+    """Of unlike cards GPU 0 with 2 samples and the others with 31 is as good as known once it was 1 and 31."""
+    memories = [card_memory(is_first=i == 0, total=total) for i, total in enumerate((10**6, 10**5, 10**4))]
+    problem = job(memories, B=B, tells_busy=False)
+    model = model_of(problem, [even(B, k, 3) for k in (16, 4)] + [split(B, 1, 1, 31, 32)])
+    near, far = doubts(model, split(B, 1, 4, 30, 30), split(B, 1, 40, 12, 12))
+    assert near < 0.04 < far
+
+
+def test_without_busy_times_what_was_not_tried_is_in_doubt() -> None:
+    """After even splits alone nobody knows which card is slow: an uneven one is in doubt, an even one is not."""
+    problem = job(3, B=B, tells_busy=False)
+    model = model_of(problem, [even(B, k, 3) for k in (16, 8, 4)])
+    known, unknown = doubts(model, even(B, 6, 3), split(B, 4, 10, 3, 3))
+    assert unknown > 0.03
+    assert unknown > 2 * known
+
+
+def test_cards_of_two_speeds_have_their_own_curves() -> None:
+    """Busy times of equal shares tell kinds apart; cards of a kind share a curve."""
+    slow, fast = CardTime(launch_s=0.005, sample_s=0.004), CardTime(launch_s=0.005, sample_s=0.001)
+    problem = job(3, B=B, times=[slow, fast, slow], shares="each")
+    model = model_of(problem, [even(B, k, 3) for k in (16, 8, 4)])
+    assert model.curves[0] is model.curves[2] is not model.curves[1]
+    sample = np.array([20.0])
+    assert model.curves[0](sample)[0] == pytest.approx(0.085, rel=0.02)
+    assert model.curves[1](sample)[0] == pytest.approx(0.025, rel=0.02)
+
+
+def test_a_card_that_never_worked_is_hoped_to_be_like_its_kind() -> None:
+    """Of a card without a share its memory tells the kind; one of a memory of its own is hoped to be like the fastest."""
+    times = [CardTime(launch_s=0.01, sample_s=0.002 * (i + 1)) for i in (0, 1, 2, 2)]
+    memories = [card_memory(is_first=i == 0, total=total) for i, total in enumerate((10**6, 10**5, 10**5, 10**4))]
+    problem = job(memories, B=B, times=times, shares="each")
+    model = model_of(problem, [split(B, 8, 4, 4, 0, 0), split(B, 4, 8, 8, 0, 0)])
+    assert model.curves[2] is model.curves[1]
+    assert model.curves[3] is model.curves[0]
+
+
+def test_a_card_that_never_worked_is_compared_where_all_were_measured() -> None:
+    """A single share of a slow card tells nothing of larger ones, so what it may take there makes it no faster."""
+    fast, slow = CardTime(launch_s=0.0002, sample_s=0.0014), CardTime(launch_s=0.0003, sample_s=0.0023)
+    problem = job(4, B=16, times=[fast, fast, fast, slow], shares="each")
+    model = model_of(problem, [split(16, 8, 0, 1, 1, 0), split(16, 6, 0, 1, 1, 1), split(16, 4, 0, 2, 2, 0)])
+    assert model.curves[0] is model.curves[1] is not model.curves[3]
+
+
+def test_fewer_cards_than_ever_tried_may_wait_less_for_the_host() -> None:
+    """Where every card had a share, what its cards do not explain may be the host's time for each of them."""
+    problem = job(4, B=B, times=[CardTime(launch_s=0.1, sample_s=1e-6)] * 4, replica_s=0.05, micro_step_s=0.0)
+    model = model_of(problem, [even(B, k, 4) for k in (16, 8, 4, 2)])
+    three = split(B, 3, 0, 8, 7, 7)
+    best = predicted(model, three)[0] * np.exp(-doubts(model, three)[0])
+    assert best <= 1.02 * truth(problem, three)[0]
+
+
+def test_fewer_cards_than_ever_tried_get_a_chance() -> None:
+    """Where all trials had every card, what seems constant may be each card's: fewer are hoped for, and in doubt."""
+    problem = job(2, B=16, micro_step_s=0.0, update_s=0.001, reduce_s=0.05)
+    model = model_of(problem, [even(16, 4, 2), even(16, 2, 2), even(16, 1, 2)])
+    alone, both = split(16, 2, 8, 0), even(16, 2, 2)
+    as_constant = truth(problem, alone)[0] + 0.05
+    assert predicted(model, alone)[0] < 0.9 * as_constant
+    assert doubts(model, alone)[0] > doubts(model, both)[0] + 0.1
+
+
+def test_a_host_that_launches_for_all_is_found() -> None:
+    """Where the cards wait for the host, a larger share of a small micro-batch takes no longer."""
+    problem = job(4, B=B, replica_s=0.020, times=[CardTime(launch_s=0.001, sample_s=0.001)] * 4, micro_step_s=0.001)
+    model = model_of(problem, [even(B, k, 4) for k in (16, 8, 4, 2)])
+    wanted = [even(B, 1, 4), split(B, 2, 17, 5, 5, 5)]
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
+
+
+def test_only_what_ran_counts() -> None:
+    """Failures have no times; a split that kept too little headroom ran, and counts."""
+    problem = job(2, B=B)
+    ran = trials(problem, [even(B, k, 2) for k in (16, 4)])
+    failed = Attempt(measurement=Measurement(split=even(B, 1, 2), outcome=Outcome.OUT_OF_MEMORY))
+    tight = Attempt(measurement=replace(ran[1].measurement, outcome=Outcome.NO_HEADROOM))
+    both = [TimeModel([ran[0], failed, ran[1]]), TimeModel([ran[0], tight])]
+    assert predicted(both[0], even(B, 1, 2)) == pytest.approx(predicted(both[1], even(B, 1, 2)))
+
+
+def test_a_single_trial_is_enough_to_begin_with() -> None:
+    """One trial predicts itself, hopes for no worse with fewer steps, and doubts what is far."""
+    problem = job(2, B=B)
+    model = model_of(problem, [even(B, 32, 2)])
+    same, fewer = even(B, 32, 2), even(B, 8, 2)
+    assert predicted(model, same) == pytest.approx(truth(problem, same), rel=0.01)
+    assert predicted(model, fewer)[0] < predicted(model, same)[0]
+    assert doubts(model, fewer)[0] > 0.1 > doubts(model, same)[0]
+
+
+def test_whole_steps_alone_are_enough() -> None:
+    """Measurements with whole steps only, without micro-steps, busy times or memory, are fitted too."""
+    problem = job(2, B=B)
+    ran = [
+        Attempt(
+            measurement=Measurement(
+                split=tried, outcome=Outcome.OK, whole_step_times_s=(float(truth(problem, tried)[0]),) * 3
+            )
+        )
+        for tried in (even(B, 16, 2), even(B, 8, 2), even(B, 4, 2))
+    ]
+    assert predicted(TimeModel(ran), even(B, 2, 2)) == pytest.approx(truth(problem, even(B, 2, 2)), rel=0.1)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.attempts import Attempt, lacking_devices, next_for_baseline
+from splittune.split import BatchSplit, SplitSpace
+from tests.search.problem import Problem
+
+
+def split_of(steps: int, *shards: int) -> BatchSplit:
+    return BatchSplit(global_batch_size=32, accumulation_steps=steps, shard_sizes=shards)
+
+
+def out_of_memory(split: BatchSplit, *lacking: int, message: str = "") -> Attempt:
+    measurement = Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY, message=message)
+    return Attempt(measurement=measurement, lacking=frozenset(lacking))
+
+
+def test_a_known_device_rules_out_larger_shards_on_it() -> None:
+    """A device that lacked memory lacks it with any shard at least as large, whatever the others get."""
+    failed = out_of_memory(split_of(2, 8, 8), 0)
+    assert failed.rules_out(split_of(2, 8, 8))
+    assert failed.rules_out(split_of(2, 9, 7))
+    assert not failed.rules_out(split_of(2, 7, 9))
+
+
+def test_an_unknown_device_rules_out_only_what_is_larger_everywhere() -> None:
+    """Where nobody knows which device lacked memory, one smaller shard leaves hope."""
+    failed = out_of_memory(split_of(4, 4, 4))
+    assert failed.rules_out(split_of(2, 8, 8))
+    assert not failed.rules_out(split_of(2, 3, 13))
+    assert not failed.rules_out(split_of(4, 5, 3))
+
+
+def test_a_smaller_micro_batch_is_never_ruled_out() -> None:
+    """GPU 0 gathers the whole micro-batch's outputs, so the same shard may fit in a smaller one."""
+    assert not out_of_memory(split_of(2, 8, 8), 0).rules_out(split_of(4, 8, 0))
+
+
+def test_a_failure_with_accumulation_says_nothing_about_a_single_step() -> None:
+    """Accumulation costs GPU 0 a copy of the gradients that a single step does not need."""
+    assert not out_of_memory(split_of(2, 8, 8), 0).rules_out(split_of(1, 16, 16))
+
+
+def test_only_lack_of_memory_rules_out() -> None:
+    """A crash says nothing about other splits."""
+    crashed = Attempt(measurement=Measurement(split=split_of(2, 8, 8), outcome=Outcome.CRASHED))
+    assert not crashed.rules_out(split_of(2, 8, 8))
+
+
+@given(data=st.data())
+def test_nothing_that_fits_is_ever_ruled_out(data: st.DataObject) -> None:
+    """In any job whose memory grows with shards, micro-batch and accumulation, no failure rules out what fits."""
+    num_devices = data.draw(st.integers(1, 4))
+    problem = Problem(
+        B=data.draw(st.integers(1, 16)),
+        num_devices=num_devices,
+        total_mib=tuple(data.draw(st.lists(st.integers(0, 1600), min_size=num_devices, max_size=num_devices))),
+        output_mib=data.draw(st.sampled_from([0.0, 30.0])),
+        gradients_mib=data.draw(st.sampled_from([0.0, 250.0])),
+        oom=data.draw(st.sampled_from(["readings", "named", "silent"])),
+    )
+    attempts = []
+    for split in problem.space():
+        measurement = problem.measure(split).judged(0)
+        lacking = lacking_devices(measurement, (0,) * num_devices)
+        attempts.append(Attempt(measurement=measurement, lacking=lacking))
+    fitting = [split for split in problem.space() if problem.fits(split)]
+    assert not any(attempt.rules_out(split) for attempt in attempts for split in fitting)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("device 1: 1.00 GiB in all", {1}),
+        ("Caught OutOfMemoryError in replica 1 on device cuda:3, a shard of 8 samples.\nTraceback", {1}),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 16.00 GiB", set()),
+        ("device 7: not one of these two", set()),
+        ("", set()),
+    ],
+)
+def test_lacking_device_is_read_where_the_message_counts_the_jobs_devices(message: str, expected: set[int]) -> None:
+    """A message names the device by its place in the job; torch's own numbers count something else and are not read."""
+    measurement = Measurement(split=split_of(2, 8, 8), outcome=Outcome.OUT_OF_MEMORY, message=message)
+    assert lacking_devices(measurement, (0, 0)) == expected
+
+
+def test_lacking_devices_are_read_from_each_devices_own_demand() -> None:
+    """A device lacks memory when its headroom is below what is demanded of it, not of another."""
+    problem = Problem(B=32, num_devices=2, total_mib=1000)
+    measurement = problem.measure(split_of(2, 8, 8)).judged((0, 300 * 1024**2))
+    assert measurement.outcome is Outcome.NO_HEADROOM
+    assert lacking_devices(measurement, (0, 300 * 1024**2)) == {1}
+
+
+@pytest.mark.parametrize(
+    ("fits_from", "expected"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 4, 3]),
+        (5, [1, 2, 4, 8, 6, 5]),
+        (64, [1, 2, 4, 8, 16, 32, 64, 48, 56, 60, 62, 63]),
+    ],
+)
+def test_baseline_is_found_by_doubling_and_bisection(fits_from: int, expected: list[int]) -> None:
+    """Steps are doubled until an even split fits, then halved between the last failure and that."""
+    evens = list(SplitSpace(global_batch_size=64, num_devices=1).even_splits())
+    attempts: list[Attempt] = []
+    tried = []
+    while (split := next_for_baseline(evens, attempts)) is not None:
+        tried.append(split.accumulation_steps)
+        if split.accumulation_steps >= fits_from:
+            ran = Measurement(split=split, outcome=Outcome.OK, whole_step_times_s=(1.0,))
+            attempts.append(Attempt(measurement=ran))
+        else:
+            attempts.append(Attempt(measurement=Measurement(split=split, outcome=Outcome.CRASHED)))
+    assert tried == expected
+
+
+def test_the_smallest_even_split_is_tried_before_giving_up() -> None:
+    """When nothing fits, the last even split measured is the one with the most accumulation steps."""
+    evens = list(SplitSpace(global_batch_size=24, num_devices=2).even_splits())
+    attempts: list[Attempt] = []
+    while (split := next_for_baseline(evens, attempts)) is not None:
+        attempts.append(out_of_memory(split))
+    assert attempts[-1].split == evens[-1]
+    assert evens[-1].shard_sizes == (0, 1)
