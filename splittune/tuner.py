@@ -36,7 +36,7 @@ HEADROOM_FRACTION = 0.05
 # Statistics over fewer samples than this are mostly noise, and over a single one BatchNorm refuses to train.
 MIN_BATCH_NORM_SHARD = 4
 
-# DeviceView are alike where neither their memory nor what other programs hold of it differs by more than this part.
+# Cards are alike where neither their memory nor what other programs hold of it differs by more than this part.
 ALIKE_FRACTION = 0.05
 
 LossPlacements = Literal["output", "replica", "either"]

@@ -75,7 +75,7 @@ class CardMemory:
     """Relative excess of what the allocator holds, at most; it varies from share to share."""
 
     def phases(self, shares: Floats, micro_batches: Floats, accumulates: Floats) -> tuple[Floats, Floats]:
-        """Peaks of forward, backward and reduce together, and of the update."""
+        """MemoryReadings of forward, backward and reduce together, and of the update."""
         grown = np.power(np.maximum(shares, 0), self.power)
         forward = self.fixed + self.sample * grown + self.output * micro_batches
         if self.jump_at is not None:

@@ -47,7 +47,7 @@ class Attempt:
         return throughput if self.fits and throughput is not None else 0.0
 
     @property
-    def suspects(self) -> frozenset[int]:
+    def likely_oom_devices(self) -> frozenset[int]:
         """The devices that lacked memory, else the likeliest: the one with the least left, else GPU 0.
 
         A guess is good enough to choose what to measure next, never to rule a split out.
@@ -93,7 +93,7 @@ def lacking_devices(measurement: Measurement, min_headroom_bytes: Sequence[int])
     return frozenset(short)
 
 
-def is_hopeless(split: BatchSplit, attempts: Iterable[Attempt]) -> bool:
+def known_infeasible(split: BatchSplit, attempts: Iterable[Attempt]) -> bool:
     """True when one of the attempts shows that `split` lacks memory."""
     return any(attempt.rules_out(split) for attempt in attempts)
 
@@ -105,7 +105,7 @@ def next_for_baseline(even_splits: Sequence[BatchSplit], attempts: Sequence[Atte
     the last failure and the first that fits: 64 samples that fit from 5 steps on are measured at 1, 2, 4, 8, 6, 5.
     """
     known = {attempt.split: attempt.fits for attempt in attempts}
-    fits = [known.get(split, False if is_hopeless(split, attempts) else None) for split in even_splits]
+    fits = [known.get(split, False if known_infeasible(split, attempts) else None) for split in even_splits]
     first = next((place for place, answer in enumerate(fits) if answer), None)
     beyond = len(fits) if first is None else first
     last_failure = max((place for place, answer in enumerate(fits[:beyond]) if answer is False), default=-1)

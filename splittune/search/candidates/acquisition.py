@@ -19,7 +19,7 @@ TILE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class CandidateScores:
     """What the models say of each split in `table`."""
 
     table: SplitTable
@@ -33,16 +33,16 @@ class Outlook:
     """(n,) what each device may hold and keep its headroom."""
     chance: Floats
     """From 0 to 1: how much of the interval keeps its headroom."""
-    is_harmless: NDArray[np.bool_]
+    cannot_oom: NDArray[np.bool_]
     """Cannot run out of memory, though it may turn out to keep too little headroom."""
 
     @property
-    def is_sure(self) -> NDArray[np.bool_]:
+    def surely_feasible(self) -> NDArray[np.bool_]:
         """(N,) cannot run out of memory, and keeps its headroom."""
-        return np.asarray(self.is_harmless & (self.chance == 1))
+        return np.asarray(self.cannot_oom & (self.chance == 1))
 
 
-def most_telling(
+def most_informative(
     table: SplitTable,
     wanted: Floats,
     doubtful: NDArray[np.int64],
@@ -79,14 +79,14 @@ def fills_tiles(shards: Floats) -> NDArray[np.bool_]:
     return np.asarray(largest % tiles == 0)
 
 
-def part_within(needed: Interval, limits: Floats) -> Floats:
+def joint_feasibility(needed: Interval, limits: Floats) -> Floats:
     """(N,) how much of the interval lies within the limits, on the device where that is least; 1 only where all does."""
     width = np.maximum(needed.most - needed.least, 1.0)
     within = np.clip((limits - needed.least) / width, 0.0, 1.0).min(axis=1)
     return np.asarray(np.where((needed.most <= limits).all(axis=1), 1.0, np.minimum(within, 0.999)))
 
 
-def expected_gain(gains: Floats, deviations: Floats) -> Floats:
+def expected_improvement(gains: Floats, deviations: Floats) -> Floats:
     """Mean of ``max(0, gain)`` where the gain is normal with these means and deviations."""
     deviations = np.maximum(deviations, 1e-9)
     scaled = gains / deviations

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from splittune.profiling.measurement import Measurement
-from splittune.search.models.memory_readings import Peaks, Reading
+from splittune.search.models.memory_readings import MemoryReadings, Reading
 
 Floats = NDArray[np.float64]
 
@@ -39,7 +39,7 @@ def growth_of(runs: Sequence[Measurement]) -> Growth:
     if not runs:
         return Growth(per_sample_bytes=None, per_micro_batch_sample_bytes=None)
     num_devices = runs[0].split.num_devices
-    peaks = Peaks(num_devices, list(runs))
+    peaks = MemoryReadings(num_devices, list(runs))
     if num_devices == 1:
         return Growth(per_sample_bytes=_slope(peaks.readings(0), column=1), per_micro_batch_sample_bytes=0.0)
     replicas = [reading for device in range(1, num_devices) for reading in peaks.readings(device)]

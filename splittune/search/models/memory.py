@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittune.search.attempts import Attempt
-from splittune.search.models.memory_readings import RESTING_FRACTION, Peaks, Reading, rows_of
+from splittune.search.models.memory_readings import RESTING_FRACTION, MemoryReadings, Reading, rows_of
 from splittune.search.models.polytope import Bounds, Polytope, agreeing_with
 
 Floats = NDArray[np.float64]
@@ -42,10 +42,10 @@ class Interval:
     least: Floats
     likely: Floats
     most: Floats
-    most_squeezed: Floats
+    most_after_cache_flush: Floats
     """At most, when the allocator runs short and hands back what it can: beyond that it is out of memory."""
 
-    def chance_below(self, limits: Floats) -> Floats:
+    def feasibility_below(self, limits: Floats) -> Floats:
         """(N,) from 0 to 1: how likely all devices stay within `limits` (n,), on the one where that is least.
 
         A triangle from the least to the most, with its top at the likeliest. Worked: 8 to 12 GiB, likeliest 9, stays below
@@ -60,7 +60,7 @@ class Interval:
 
 
 class MemoryModel:
-    """Peaks of all devices, from the trials so far.
+    """MemoryReadings of all devices, from the trials so far.
 
     In each phase a device's live bytes are ``F + beta s + omega m + gamma [k > 1]``: s its share, m the whole
     micro-batch (on GPU 0 alone, which gathers outputs), k the accumulation steps; the peak is the maximum over phases.
@@ -77,8 +77,8 @@ class MemoryModel:
 
     def __init__(self, attempts: Sequence[Attempt], num_devices: int) -> None:
         self._n = num_devices
-        self._peaks = Peaks(num_devices)
-        self.steepening = STEEPENING
+        self._peaks = MemoryReadings(num_devices)
+        self.slope_slack = STEEPENING
         self.margin = 0.0
         """By how much the most predicted is raised where it goes beyond what was measured."""
         self._margin_of_strangers = 0.0
@@ -102,16 +102,16 @@ class MemoryModel:
                 self._fit()
 
     @property
-    def room_bytes(self) -> Floats:
+    def budget_bytes(self) -> Floats:
         """(n,) bytes each device has for this job: its total less what others held at most; no end where nothing is known."""
-        return self._peaks.room_bytes()
+        return self._peaks.budget_bytes()
 
     def alike(self, device: int) -> tuple[int, ...]:
         """The replicas that held as much as `device` whenever their shares were alike, itself among them; GPU 0 is alone."""
         return self._peaks.alike(device)
 
     @property
-    def is_straight(self) -> bool:
+    def is_affine(self) -> bool:
         """Whether trials took no more than was held possible, and the allocator as much beyond what was live every time."""
         if not self._peaks.runs:
             return True
@@ -121,7 +121,7 @@ class MemoryModel:
 
     def doubts(self) -> tuple[str, ...]:
         """What no model could explain, in sentences; empty where one did, or where all cards stayed far from full."""
-        room = self.room_bytes
+        room = self.budget_bytes
         if not any(self._peaks.largest_held(device) > FULL_ENOUGH * room[device] for device in range(self._n)):
             return ()
         worst = max((polytope.misfit for polytope in self._polytopes.values()), default=0.0)
@@ -138,12 +138,12 @@ class MemoryModel:
         """What N splits need: `steps` is (N,), `shards` (N, n), `micro_batches` their sums unless given, (N,)."""
         if not self._peaks.runs:
             none = np.zeros_like(shards)
-            return Interval(least=none, likely=none, most=none, most_squeezed=none)
+            return Interval(least=none, likely=none, most=none, most_after_cache_flush=none)
         accumulates = (steps > 1).astype(float)
         sizes = shards.sum(axis=1) if micro_batches is None else micro_batches
         columns = [self._needed_of(device, shards[:, device], sizes, accumulates) for device in range(self._n)]
         least, likely, most, squeezed = (np.stack(bound, axis=1) for bound in zip(*columns, strict=True))
-        return Interval(least=least, likely=likely, most=most, most_squeezed=squeezed)
+        return Interval(least=least, likely=likely, most=most, most_after_cache_flush=squeezed)
 
     def _needed_of(
         self, device: int, shares: Floats, micro_batches: Floats, accumulates: Floats
@@ -211,7 +211,7 @@ class MemoryModel:
 
     def _live_within(self, device: int) -> float:
         """Live bytes with which the device would be full."""
-        room = float(self.room_bytes[device])
+        room = float(self.budget_bytes[device])
         return room - float(self._excess[2](np.array([room]))[0])
 
     def _bounds(
@@ -226,7 +226,7 @@ class MemoryModel:
         accumulates = rows[:, 2]
         flat = np.array([peaks[accumulates == k].min() for k in accumulates])
         is_on_slope = peaks > flat + 2 * tolerances
-        least = np.where(is_on_slope, peaks - tolerances - self.steepening * (peaks.max() - peaks), -np.inf)
+        least = np.where(is_on_slope, peaks - tolerances - self.slope_slack * (peaks.max() - peaks), -np.inf)
         at_rest = np.zeros((count, width))
         at_rest[:, 0], at_rest[:, 2] = 1.0, accumulates
         least_at_rest = np.array(
@@ -248,7 +248,7 @@ class MemoryModel:
         # coefficients that no trial has varied are given an end: that of a whole peak
         ends = np.eye(width)
         largest = rows.max(axis=0)
-        room = self.room_bytes.max()
+        room = self.budget_bytes.max()
         end_most = np.where(largest > 0, peaks.max() / np.maximum(largest, 1), room)
         end_least = np.full(width, -np.inf)
         end_least[1], end_most[1] = slopes[0], min(end_most[1], slopes[1])
@@ -274,8 +274,8 @@ class MemoryModel:
         if attempt.measurement.throughput is not None and memory:
             held = np.array([reading.peak_reserved_bytes for reading in memory], dtype=float)
         elif attempt.lacking:
-            held = np.array([self.room_bytes[i] if i in attempt.lacking else 0.0 for i in range(self._n)])
-            most = predicted.most_squeezed[0]  # the allocator had handed back what it could
+            held = np.array([self.budget_bytes[i] if i in attempt.lacking else 0.0 for i in range(self._n)])
+            most = predicted.most_after_cache_flush[0]  # the allocator had handed back what it could
         else:
             return
         errors = held / np.maximum(most, 1.0) - 1
@@ -283,14 +283,14 @@ class MemoryModel:
         self.errors.append(error)
         failed = attempt.measurement.throughput is None and error > -LEAST_WIDENING
         if error > TOLERANCE or failed:
-            self.steepening = min(1.0, 2 * self.steepening)
+            self.slope_slack = min(1.0, 2 * self.slope_slack)
             wider = max(WIDENING * error, LEAST_WIDENING) if failed else WIDENING * error
             self.margin += wider
             if not self._peaks.readings(int(errors.argmax())):
                 self._margin_of_strangers += wider
         elif self._reached(predicted.likely[0]):
             if np.abs(held / np.maximum(predicted.likely[0], 1.0) - 1).max() < LEAST_WIDENING:
-                self.steepening = max(SETTLED_STEEPENING, self.steepening / 2)
+                self.slope_slack = max(SETTLED_STEEPENING, self.slope_slack / 2)
             margin, self.margin = self.margin, 0.0
             enough = WIDENING * float((held / np.maximum(self.needed(steps, shards).most[0], 1.0) - 1).max())
             self.margin = max(min(margin, SETTLED_MARGIN), min(margin, enough), margin / 2)

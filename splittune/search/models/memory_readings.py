@@ -13,7 +13,7 @@ from splittune.search.attempts import Attempt
 
 Floats = NDArray[np.float64]
 
-# Peaks of two replicas with the same share that differ by less come from cards of a kind.
+# MemoryReadings of two replicas with the same share that differ by less come from cards of a kind.
 ALIKE = 0.01
 # Without word of what is held at rest, half of the smallest peak is taken for it: parameters, beside their gradients.
 RESTING_FRACTION = 0.5
@@ -48,7 +48,7 @@ class Excess:
 
 
 @dataclass(slots=True)
-class Peaks:
+class MemoryReadings:
     """The trials that ran, and those that lacked memory, seen device by device."""
 
     num_devices: int
@@ -58,7 +58,7 @@ class Peaks:
     """By device and number of runs: thousands of splits are judged by the same few."""
     _proofs: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False)
 
-    def room_bytes(self) -> Floats:
+    def budget_bytes(self) -> Floats:
         """(n,) bytes each device has for this job: its total less what others held at most."""
         rooms = [[memory.total_bytes - memory.outside_bytes for memory in run.memory] for run in self.runs]
         return np.array(rooms, dtype=float).min(axis=0) if rooms else np.full(self.num_devices, np.inf)

@@ -36,7 +36,7 @@ FINER_RATIOS = (3 ** (1 / 6), 3 ** (1 / 12))
 # A form believed less than this is forgotten.
 LEAST_WEIGHT = 0.01
 # For so many forms the best split is solved, where they are believed so much beside the likeliest.
-MAX_BELIEVED, WORTH_BELIEVING = 2, 0.15
+MAX_HYPOTHESES, WORTH_BELIEVING = 2, 0.15
 # The host's time for each card, as a share of the most that the trials leave for it.
 HOST_SHARES, HOST_GAIN = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0), 0.5
 # DeviceView of a kind are busy for the same time with the same share, to this and noise.
@@ -103,12 +103,12 @@ class TimeModel:
     @property
     def curves(self) -> tuple[Curve, ...]:
         """Each card's seconds for a share, as the likeliest form has them."""
-        return self.believed_curves[0]
+        return self.likely_curves[0]
 
     @property
-    def believed_curves(self) -> list[tuple[Curve, ...]]:
+    def likely_curves(self) -> list[tuple[Curve, ...]]:
         """Of the likeliest form, and of another that is believed, too."""
-        forms = sorted(self._forms, key=lambda form: -form.weight)[:MAX_BELIEVED]
+        forms = sorted(self._forms, key=lambda form: -form.weight)[:MAX_HYPOTHESES]
         return [form.curves for form in forms if form.weight >= WORTH_BELIEVING * forms[0].weight]
 
     def surprising_curves(self, growth: float, gain: float) -> list[Callable[[Floats], Floats]]:

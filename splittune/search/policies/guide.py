@@ -9,7 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittune.search.attempts import Attempt
-from splittune.search.candidates.acquisition import Outlook, expected_gain, fills_tiles, most_telling, part_within
+from splittune.search.candidates.acquisition import (
+    CandidateScores,
+    expected_improvement,
+    fills_tiles,
+    joint_feasibility,
+    most_informative,
+)
 from splittune.search.candidates.balance import TimeOfShares
 from splittune.search.candidates.generate import candidates, failures_on_alike
 from splittune.search.candidates.table import (
@@ -132,8 +138,12 @@ class Guide:
         table = table.where(open_rows(table, attempts))
         accumulating = table.where(table.steps > 1)
         if len(accumulating):
-            suspects = sorted({device for attempt in attempts for device in attempt.suspects})
-            burden = accumulating.shards[:, suspects].sum(axis=1) if suspects else np.zeros(len(accumulating))
+            likely_oom_devices = sorted({device for attempt in attempts for device in attempt.likely_oom_devices})
+            burden = (
+                accumulating.shards[:, likely_oom_devices].sum(axis=1)
+                if likely_oom_devices
+                else np.zeros(len(accumulating))
+            )
             row = int(np.lexsort((-accumulating.steps, burden, accumulating.micro_batch_sizes))[0])
             return Proposal(split=accumulating.split(row), reason="nothing fitted so far: the smallest split left")
         # a single step holds one copy of the gradients less, and may fit where no accumulation does; if even shares do
@@ -173,10 +183,10 @@ class Guide:
 
     def _best(self, attempts: Sequence[Attempt]) -> Proposal | None:
         time = TimeModel(attempts)
-        outlook = self._outlook(attempts, time, attempts)
+        outlook = self._score_candidates(attempts, time, attempts)
         if outlook is None:
             return None
-        worth = outlook.gain * np.where(outlook.is_harmless, outlook.chance, 0.0)
+        worth = outlook.gain * np.where(outlook.cannot_oom, outlook.chance, 0.0)
         row = int(worth.argmax())
         if outlook.chance[row] < 1 and worth[row] < HOPED_GAIN:
             row = int((worth * (outlook.chance == 1)).argmax())
@@ -193,14 +203,14 @@ class Guide:
             or (best if worth[row] >= max(LEAST_GAIN, NOISE_SHARE * time.noise) else None)
         )
 
-    def _outlook(
+    def _score_candidates(
         self,
         attempts: Sequence[Attempt],
         time: TimeModel,
         ruling_out: Sequence[Attempt],
         steps: Floats | None = None,
         believed: Sequence[Sequence[TimeOfShares]] = (),
-    ) -> Outlook | None:
+    ) -> CandidateScores | None:
         """What the models make of the splits worth judging.
 
         Where these are too many to list they are the even ones and those balanced by the curves `believed`, of the time
@@ -210,7 +220,7 @@ class Guide:
         ruling_out = [*ruling_out, *failures_on_alike(ruling_out, self._memory, self._limits())]
         if not self._is_complete:
             evens = self._evens if steps is None else self._evens.where(np.isin(self._evens.steps, steps))
-            believed = believed or time.believed_curves
+            believed = believed or time.likely_curves
             balanced = candidates(self.space, steps, believed, self._memory, self._limits(), ruling_out)
             table = concatenate(evens, balanced)
         table = table.where(open_rows(table, ruling_out) & ~table.is_any_of([attempt.split for attempt in attempts]))
@@ -225,27 +235,28 @@ class Guide:
         # with nothing to compare with, everything gains, the fastest most
         reference = best if fitting else float(times.log_s.max()) + 1
         needed, limits = self._memory.needed(table.steps, table.shards), self._limits()
-        return Outlook(
+        return CandidateScores(
             table=table,
             times=times,
             best_log_s=best,
-            gain=expected_gain(reference - times.log_s, times.deviation),
+            gain=expected_improvement(reference - times.log_s, times.deviation),
             needed=needed,
             limits=limits,
-            chance=part_within(needed, limits),
-            is_harmless=(needed.most_squeezed <= self._memory.room_bytes).all(axis=1) & self._is_grown(table, attempts),
+            chance=joint_feasibility(needed, limits),
+            cannot_oom=(needed.most_after_cache_flush <= self._memory.budget_bytes).all(axis=1)
+            & self._is_grown(table, attempts),
         )
 
-    def _detour(self, outlook: Outlook, attempts: Sequence[Attempt], at_least: float) -> Proposal | None:
+    def _detour(self, outlook: CandidateScores, attempts: Sequence[Attempt], at_least: float) -> Proposal | None:
         """A split that tells whether a promising one fits, which is not sure enough of it to be tried."""
         table = outlook.table
-        may_tell = outlook.is_harmless & (outlook.chance >= TELLING_CHANCE)
-        hoped = np.where(outlook.is_harmless, 0.0, outlook.gain * outlook.chance)
+        may_tell = outlook.cannot_oom & (outlook.chance >= TELLING_CHANCE)
+        hoped = np.where(outlook.cannot_oom, 0.0, outlook.gain * outlook.chance)
         for target in np.argsort(-hoped, kind="stable")[:MAX_TARGETS]:
             if hoped[target] <= at_least:
                 return None
             doubtful = np.flatnonzero(outlook.needed.most[target] > outlook.limits)
-            row = most_telling(table, table.shards[target], doubtful, np.flatnonzero(may_tell), attempts)
+            row = most_informative(table, table.shards[target], doubtful, np.flatnonzero(may_tell), attempts)
             if row is not None:
                 wanted = table.split(int(target))
                 return Proposal(split=table.split(row), reason=f"tells whether {wanted} would fit")
@@ -258,17 +269,19 @@ class Guide:
         one ran out of memory only those are ventured that are likely to run.
         """
         outlook = None
-        if not self._memory.is_straight and len(attempts) < NUM_TRIALS_WELL_SPENT:
-            outlook = self._outlook(attempts, time, [a for a in attempts if a.measurement.throughput is None])
+        if not self._memory.is_affine and len(attempts) < NUM_TRIALS_WELL_SPENT:
+            outlook = self._score_candidates(attempts, time, [a for a in attempts if a.measurement.throughput is None])
         if outlook is None or np.isinf(outlook.best_log_s):
             return None
         has_failed = any(attempt.measurement.throughput is None for attempt in attempts[1:])
-        runs, fits = (outlook.needed.chance_below(room) for room in (self._memory.room_bytes, outlook.limits))
+        runs, fits = (outlook.needed.feasibility_below(room) for room in (self._memory.budget_bytes, outlook.limits))
         for attempt in attempts:  # the same share holds the same
             for device in attempt.lacking:
                 fits[outlook.table.shards[:, device] == attempt.split.shard_sizes[device]] = 0.0
         hope = self._hope(outlook, attempts, VENTURE_DEVIATIONS) * np.cbrt(fits)
-        is_open = ~outlook.is_sure & (runs >= VENTURE_CHANCES[has_failed]) & self._is_grown(outlook.table, attempts)
+        is_open = (
+            ~outlook.surely_feasible & (runs >= VENTURE_CHANCES[has_failed]) & self._is_grown(outlook.table, attempts)
+        )
         row = int(np.where(is_open, hope, -np.inf).argmax())
         if not is_open[row] or hope[row] < max(VENTURE_GAIN, at_least):
             return None
@@ -278,7 +291,7 @@ class Guide:
             split=outlook.table.split(row), reason=f"{throughput}; memory is no straight line here: {chances}"
         )
 
-    def _second_look(self, outlook: Outlook, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
+    def _second_look(self, outlook: CandidateScores, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
         """With trials to spare, a split that could be the best were the model wrong.
 
         Where splits are too many to list, other ones are judged: those balanced by curves as they would then be.
@@ -290,19 +303,19 @@ class Guide:
             ran = [attempt.split.accumulation_steps for attempt in attempts if attempt.fits]
             steps = np.union1d(outlook.table.steps[near], ran)
             wrong = [time.surprising_curves(growth, SURPRISE) for growth in SURPRISE_FROM]
-            other = self._outlook(attempts, time, attempts, steps, [*wrong, time.hopeful_curves(HOPE)])
+            other = self._score_candidates(attempts, time, attempts, steps, [*wrong, time.hopeful_curves(HOPE)])
             outlook = other or outlook
-        if not outlook.is_sure.any():
+        if not outlook.surely_feasible.any():
             return None
         return self._surprise(outlook, attempts, time) or self._check(outlook, attempts)
 
-    def _surprise(self, outlook: Outlook, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
+    def _surprise(self, outlook: CandidateScores, attempts: Sequence[Attempt], time: TimeModel) -> Proposal | None:
         """The split that tells most of what no model foresees: another kernel from some share on."""
         if len(attempts) >= NUM_TRIALS_TO_SPARE:
             return None
         lost = outlook.times.log_s - outlook.best_log_s
         hope = time.distance(outlook.table.shards) * np.maximum(SURPRISE - lost, 0.0)
-        row = int(np.where(outlook.is_sure, hope, -np.inf).argmax())
+        row = int(np.where(outlook.surely_feasible, hope, -np.inf).argmax())
         if hope[row] < LEAST_SURPRISE:
             return None
         return Proposal(
@@ -310,16 +323,16 @@ class Guide:
             reason=f"far from what was measured: {self._throughput(outlook, row):,.0f} samples/s unless another kernel runs",
         )
 
-    def _check(self, outlook: Outlook, attempts: Sequence[Attempt]) -> Proposal | None:
+    def _check(self, outlook: CandidateScores, attempts: Sequence[Attempt]) -> Proposal | None:
         """The split whose prediction is most in doubt, if it could still be the best."""
         hope = self._hope(outlook, attempts, CHECK_DEVIATIONS)
-        row = int(np.where(outlook.is_sure, hope, -np.inf).argmax())
+        row = int(np.where(outlook.surely_feasible, hope, -np.inf).argmax())
         if hope[row] < CHECK_GAIN:
             return None
         doubt = f"{self._throughput(outlook, row):,.0f} samples/s, give or take {outlook.times.deviation[row]:.1%}"
         return Proposal(split=outlook.table.split(row), reason=f"to check what is in doubt: {doubt}")
 
-    def _hope(self, outlook: Outlook, attempts: Sequence[Attempt], deviations: float) -> Floats:
+    def _hope(self, outlook: CandidateScores, attempts: Sequence[Attempt], deviations: float) -> Floats:
         """(N,) what each split gains, in logarithms of time, if it is better than predicted by so many deviations."""
         ran = np.array([a.split.shard_sizes for a in attempts if a.measurement.throughput is not None], dtype=float)
         hope = outlook.best_log_s - outlook.times.log_s + deviations * outlook.times.deviation
@@ -327,7 +340,7 @@ class Guide:
 
     # --- small things ------------------------------------------------------------------------------------------------
 
-    def _why(self, outlook: Outlook, row: int) -> str:
+    def _why(self, outlook: CandidateScores, row: int) -> str:
         throughput, doubt = self._throughput(outlook, row), outlook.times.deviation[row]
         reason = f"predicted {throughput:,.0f} samples/s"
         if np.isfinite(outlook.best_log_s):
@@ -339,11 +352,11 @@ class Guide:
         most, limit = (format_bytes(float(b[device])) for b in (outlook.needed.most[row], outlook.limits))
         return f"{reason}; GPU {device} at most at {most} of {limit}"
 
-    def _throughput(self, outlook: Outlook, row: int) -> float:
+    def _throughput(self, outlook: CandidateScores, row: int) -> float:
         return self.space.global_batch_size / float(np.exp(outlook.times.log_s[row]))
 
     def _limits(self) -> Floats:
-        return np.asarray(self._memory.room_bytes - self._demands)
+        return np.asarray(self._memory.budget_bytes - self._demands)
 
     def _is_grown(self, table: SplitTable, attempts: Sequence[Attempt]) -> NDArray[np.bool_]:
         largest = max(max(a.split.shard_sizes) for a in attempts if a.measurement.throughput is not None)

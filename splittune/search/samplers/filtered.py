@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from optuna.samplers import BaseSampler
 
-from splittune.search.attempts import Attempt, is_hopeless, next_for_baseline
+from splittune.search.attempts import Attempt, known_infeasible, next_for_baseline
 from splittune.search.candidates.table import even_table, listed_table, open_rows
 from splittune.search.samplers.parameters import distributions_of, params_of, split_of
 from splittune.search.storage.records import read_attempts
@@ -97,7 +97,7 @@ class FilteredSampler(BaseSampler):
 
     def _open_near(self, wanted: BatchSplit, attempts: Sequence[Attempt]) -> BatchSplit:
         """`wanted` if it is open, else the nearest that is."""
-        if not any(attempt.split == wanted for attempt in attempts) and not is_hopeless(wanted, attempts):
+        if not any(attempt.split == wanted for attempt in attempts) and not known_infeasible(wanted, attempts):
             return wanted
         table = self._listed.where(open_rows(self._listed, attempts))
         if not len(table):

@@ -99,7 +99,7 @@ def test_before_anything_ran_nothing_is_limited() -> None:
     for attempts in ([], [Attempt(measurement=out_of_memory)]):
         model = MemoryModel(attempts, 2)
         assert (interval(model, even(B, 4, 2)).most == 0).all()
-        assert np.isinf(model.room_bytes).all()
+        assert np.isinf(model.budget_bytes).all()
         assert model.doubts() == ()
 
 
@@ -116,7 +116,7 @@ def test_room_is_what_others_leave_at_most() -> None:
     calm = job([card_memory(is_first=True, total=1000, outside=100), card_memory(total=2000)], B=B)
     busy = job([card_memory(is_first=True, total=1000, outside=300), card_memory(total=2000)], B=B)
     model = MemoryModel([trial(calm, even(B, 32, 2)), trial(busy, even(B, 16, 2)), trial(calm, even(B, 8, 2))], 2)
-    assert model.room_bytes == pytest.approx([700 * MIB, 2000 * MIB])
+    assert model.budget_bytes == pytest.approx([700 * MIB, 2000 * MIB])
 
 
 def test_one_trial_bounds_by_proportion_of_what_is_above_rest() -> None:
@@ -257,7 +257,7 @@ def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
     """A trial above the most predicted is in `errors`, widens what is predicted from then on, and becomes a doubt."""
     story = Steepening()
     assert max(story.model.errors) <= TOLERANCE
-    narrow = story.model.steepening
+    narrow = story.model.slope_slack
     predicted = interval(story.model, even(B, 2, 2)).most[0, 1]
     exceeding = trial(story.after, even(B, 2, 2))
     story.model.observe([exceeding])
@@ -265,7 +265,7 @@ def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
     assert error > 0.05
     assert story.model.errors[-1] == pytest.approx(error, rel=1e-6)
     assert story.model.margin >= error
-    assert story.model.steepening > narrow
+    assert story.model.slope_slack > narrow
     assert story.model.doubts() == (), "the cards are far from full"
     fuller = [replace(memory, total_bytes=3 * memory.peak_reserved_bytes) for memory in exceeding.measurement.memory]
     measurement = replace(exceeding.measurement, memory=tuple(fuller))
@@ -300,7 +300,7 @@ def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
         return MemoryModel(attempts, 2)
 
     told = interval(learned(10**12), even(B, 4, 2))
-    squeezed, most = told.most_squeezed[0, 1], told.most[0, 1]
+    squeezed, most = told.most_after_cache_flush[0, 1], told.most[0, 1]
     assert most - squeezed > 15 * MIB
     model = learned(int(squeezed + most) // 2)
     failed = Measurement(split=even(B, 4, 2), outcome=Outcome.OUT_OF_MEMORY, message="device 1: out of memory")
@@ -333,11 +333,11 @@ def test_what_a_stranger_took_is_forgotten_with_the_margin() -> None:
 
     ascending = [(4, 4, 0), (8, 8, 0), (4, 4, 8), (12, 12, 8), (24, 24, 16), (48, 48, 32), (100, 100, 56)]
     model = MemoryModel([held(shares, more=1.0) for shares in ascending], 3)
-    assert model.is_straight
+    assert model.is_affine
     assert 0 < model.margin <= SETTLED_MARGIN
     model.observe([held((100, 156, 0), more=1.12)])
     assert model.errors[-1] > 0.05
-    assert not model.is_straight
+    assert not model.is_affine
 
 
 def test_a_failure_of_nobody_knows_which_device_teaches_nothing() -> None:
@@ -355,9 +355,9 @@ def test_predictions_that_came_true_narrow_the_next() -> None:
     """Trials that went beyond what was measured and came out as held likely make less allowance for steeper lines."""
     problem = job([card_memory(is_first=True, sample=40), card_memory(sample=40)], B=B)
     model = MemoryModel((), 2)
-    before = model.steepening
+    before = model.slope_slack
     model.observe(trials(problem, [even(B, k, 2) for k in (32, 16, 8, 4, 2)]))
-    assert model.steepening < before
+    assert model.slope_slack < before
     assert model.margin == 0
 
 
@@ -372,7 +372,7 @@ def test_a_split_that_ran_needs_no_more_than_it_held() -> None:
 
 
 def test_what_the_allocator_holds_beyond_live_bytes_is_added() -> None:
-    """Peaks are compared with rooms as the allocator holds them: 10 % beyond what is live at large sizes stay 10 %."""
+    """MemoryReadings are compared with rooms as the allocator holds them: 10 % beyond what is live at large sizes stay 10 %."""
     card = card_memory(sample=200, parameters=1000)
     card.reserve = 0.1
     first = card_memory(is_first=True)
@@ -422,7 +422,7 @@ def triangle(least: float, likely: float, most: float, *others: float) -> Interv
     """Of one split on as many devices as there are triples, in GiB."""
     columns = np.array([[least, likely, most], *np.array(others).reshape(-1, 3)]) * GIB
     low, top, high = (column[None] for column in columns.T)
-    return Interval(least=low, likely=top, most=high, most_squeezed=high)
+    return Interval(least=low, likely=top, most=high, most_after_cache_flush=high)
 
 
 @pytest.mark.parametrize(
@@ -430,17 +430,17 @@ def triangle(least: float, likely: float, most: float, *others: float) -> Interv
 )
 def test_the_chance_to_stay_below_is_that_of_a_triangle(limit: float, chance: float) -> None:
     """From the least, where it is 0, to the most, where it is 1, steepest at the likeliest."""
-    assert triangle(8, 9, 12).chance_below(np.array([limit * GIB])) == pytest.approx([chance])
+    assert triangle(8, 9, 12).feasibility_below(np.array([limit * GIB])) == pytest.approx([chance])
 
 
 def test_what_is_known_exactly_stays_below_or_does_not() -> None:
     """An interval of one point has no chance between 0 and 1."""
     exact = triangle(8, 8, 8)
-    assert exact.chance_below(np.array([8 * GIB])) == [1]
-    assert exact.chance_below(np.array([7.99 * GIB])) == [0]
+    assert exact.feasibility_below(np.array([8 * GIB])) == [1]
+    assert exact.feasibility_below(np.array([7.99 * GIB])) == [0]
 
 
 def test_the_device_with_the_least_chance_decides() -> None:
     """All devices must stay below their limits."""
     both = triangle(8, 9, 12, 1, 2, 3)
-    assert both.chance_below(np.array([20, 2]) * GIB) == pytest.approx([0.5])
+    assert both.feasibility_below(np.array([20, 2]) * GIB) == pytest.approx([0.5])

@@ -9,7 +9,7 @@ import pytest
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.attempts import Attempt
-from splittune.search.models.memory_readings import QUANTUM_BYTES, Peaks, row_of, rows_of
+from splittune.search.models.memory_readings import QUANTUM_BYTES, MemoryReadings, row_of, rows_of
 from splittune.split import BatchSplit
 from tests.search.truth import MIB, even, split
 
@@ -29,8 +29,8 @@ def ran(tried: BatchSplit, *readings: DeviceMemory | float) -> Measurement:
     return Measurement(split=tried, outcome=Outcome.OK, whole_step_times_s=(1.0,), memory=told)
 
 
-def peaks(*runs: Measurement, failures: Sequence[Attempt] = ()) -> Peaks:
-    return Peaks(runs[0].split.num_devices, list(runs), list(failures))
+def peaks(*runs: Measurement, failures: Sequence[Attempt] = ()) -> MemoryReadings:
+    return MemoryReadings(runs[0].split.num_devices, list(runs), list(failures))
 
 
 def test_rows_hold_what_the_coefficients_are_multiplied_by() -> None:
@@ -71,8 +71,8 @@ def test_room_is_the_least_that_others_left() -> None:
         ran(even(B, 4, 2), memory(0, 1, outside_bytes=200), memory(1, 1)),
         ran(even(B, 2, 2), memory(0, 1, outside_bytes=50), memory(1, 1, outside_bytes=10)),
     )
-    assert (seen.room_bytes() / MIB).tolist() == [800, 990]
-    assert Peaks(2).room_bytes().tolist() == [np.inf, np.inf]
+    assert (seen.budget_bytes() / MIB).tolist() == [800, 990]
+    assert MemoryReadings(2).budget_bytes().tolist() == [np.inf, np.inf]
 
 
 def test_replicas_whose_peaks_agree_are_of_a_kind() -> None:
@@ -179,4 +179,4 @@ def test_cards_of_a_kind_by_a_third_differ_by_what_a_kind_may() -> None:
 
 def test_nothing_is_alike_before_anything_ran() -> None:
     """Without a run whose memory was read no card stands for another."""
-    assert Peaks(3).alike(1) == (1,)
+    assert MemoryReadings(3).alike(1) == (1,)
