@@ -117,7 +117,7 @@ class Slowing(FakeHardware):
 
 
 def test_the_anchor_is_measured_again_and_notes_what_changed(caplog: pytest.LogCaptureFixture) -> None:
-    """DeviceView that become half as fast in mid-search: the trial after which it shows says so, and trials go on unabridged."""
+    """Cards that become half as fast in mid-search: the trial after which it shows says so, and trials go on unabridged."""
     hardware = Slowing(from_trial=5)
     measure = anchored(Job(hardware).profiler.measure, is_modelled=False)
     trials = [measure(split(k)) for k in (2, 8, 8, 8, 8, 1)]

@@ -39,7 +39,7 @@ LEAST_WEIGHT = 0.01
 MAX_HYPOTHESES, WORTH_BELIEVING = 2, 0.15
 # The host's time for each card, as a share of the most that the trials leave for it.
 HOST_SHARES, HOST_GAIN = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0), 0.5
-# DeviceView of a kind are busy for the same time with the same share, to this and noise.
+# Cards of a kind are busy for the same time with the same share, to this and noise.
 ALIKE = 0.02
 
 
@@ -266,7 +266,7 @@ class TimeModel:
         return [[i for i in others if totals[i] == total] for total in sorted({totals[i] for i in others})]
 
     def _groups(self, busy: Floats) -> list[list[int]]:
-        """DeviceView in groups of one kind: of the same memory, and as busy as each other whenever their shares were alike."""
+        """Cards in groups of one kind: of the same memory, and as busy as each other whenever their shares were alike."""
         groups: list[list[int]] = []
         totals = self._totals()
 

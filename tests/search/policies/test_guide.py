@@ -240,7 +240,7 @@ def test_a_share_between_two_that_were_measured_may_take_no_longer() -> None:
 
 
 def test_what_one_card_had_no_headroom_for_is_not_tried_on_another_of_its_kind() -> None:
-    """DeviceView 2 to 5 are alike: with 16 samples one of them kept too little, so none of them is given as many again."""
+    """Cards 2 to 5 are alike: with 16 samples one of them kept too little, so none of them is given as many again."""
     problem = draw(194_109)
     _, attempts = guided(problem, most=12)
     short = [a.split.shard_sizes[i] for a in attempts for i in a.lacking & {2, 3, 4, 5}]
