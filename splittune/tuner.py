@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +13,14 @@ from torch import nn
 from splittune.config import SplitConfig
 from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.hardware import resolve_hardware
+from splittune.options import (
+    DEFAULT_MAX_TRIALS,
+    LossPlacements,
+    SearchOptions,
+    SharesChoice,
+    headroom_for,
+    space_for,
+)
 from splittune.profiling.drift import anchored
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.report import TuneResult
@@ -21,67 +28,13 @@ from splittune.report.progress import reporter_for
 from splittune.runners.base import DeviceView, JobFacts, Runner
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, JobSource, WorkerRunner
-from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, SearchResult, Trial, find_best_split
+from splittune.search import DEFAULT_SAMPLER, SearchResult, Trial, find_best_split
 from splittune.split import BatchSplit, SplitSpace
-from splittune.split.space import Shares
 from splittune.training import TrainingTask
 from splittune.training.loader_rate import describe_slow_loader
 from splittune.training.task import OptimizerLike, StepFunction
 
-logger = logging.getLogger(__name__)
-
-DEFAULT_MAX_TRIALS = 12
-# Allocation patterns shift a little over days of training; what this keeps free is cheap beside a run that dies.
-HEADROOM_FRACTION = 0.05
-# Statistics over fewer samples than this are mostly noise, and over a single one BatchNorm refuses to train.
-MIN_BATCH_NORM_SHARD = 4
-
-# Cards are alike where neither their memory nor what other programs hold of it differs by more than this part.
-ALIKE_FRACTION = 0.05
-
-LossPlacements = Literal["output", "replica", "either"]
-SharesChoice = Literal["auto", "gpu0", "each"]
 Devices = str | Sequence[str | int | torch.device] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """What the caller says of the search, checked, in one piece; `autotune` documents each.
-
-    Raises:
-        ConfigError: a value of the wrong type or range.
-    """
-
-    min_headroom_bytes: int | Sequence[int] | None = None
-    max_trials: int = DEFAULT_MAX_TRIALS
-    timeout_s: float | None = None
-    storage: str | os.PathLike[str] | None = None
-    loss_placement: LossPlacements = "output"
-    shares: SharesChoice = "auto"
-    sampler: str = DEFAULT_SAMPLER
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_whole("seed", self.seed)
-        if self.shares not in get_args(SharesChoice):
-            raise ConfigError(f"shares is {self.shares!r}: expected one of {get_args(SharesChoice)}.")
-        if self.sampler not in SAMPLER_NAMES:
-            raise ConfigError(f"sampler is {self.sampler!r}: expected one of {SAMPLER_NAMES}.")
-        if self.loss_placement not in get_args(LossPlacements):
-            raise ConfigError(f"loss_placement is {self.loss_placement!r}: expected one of {get_args(LossPlacements)}.")
-
-    @property
-    def placements(self) -> tuple[LossPlacement, ...]:
-        """The placements to search, each with its part of the trials and of the time."""
-        return ("output", "replica") if self.loss_placement == "either" else (self.loss_placement,)
-
-    @property
-    def max_trials_each(self) -> int:
-        return self.max_trials if len(self.placements) == 1 else max(1, self.max_trials // 2)
-
-    @property
-    def timeout_each_s(self) -> float | None:
-        return self.timeout_s if len(self.placements) == 1 or self.timeout_s is None else self.timeout_s / 2
 
 
 class Observer(Protocol):
@@ -193,8 +146,8 @@ def tune(runner: Runner, options: SearchOptions, observer: Observer) -> TuneResu
     """`autotune` for a job wherever its trials run: profile, search, confirm, and leave the job as it was found."""
     try:
         job = runner.open(options.placements)
-        space = _space_for(job, options.shares)
-        headroom = _headroom_for(job.cards, options.min_headroom_bytes)
+        space = space_for(job, options.shares)
+        headroom = headroom_for(job.cards, options.min_headroom_bytes)
         observer.on_start(job.cards, space, options.max_trials)
         trials: list[Trial] = []
 
@@ -258,59 +211,6 @@ def _study_name(job: JobFacts, placement: LossPlacement) -> str:
     return f"{job.title}{loss} on {cards}"
 
 
-def _space_for(job: JobFacts, shares: SharesChoice) -> SplitSpace:
-    loader_batch_size, num_devices = job.loader_batch_size, len(job.cards.devices)
-    global_batch_size = loader_batch_size if job.global_batch_size is None else job.global_batch_size
-    if global_batch_size != loader_batch_size:
-        logger.warning(
-            "global_batch_size is %d and the loader gives batches of %d: trials are made of its samples all the same, but "
-            "training needs a loader of batch size %d.",
-            global_batch_size,
-            loader_batch_size,
-            global_batch_size,
-        )
-    min_shard_size = 0
-    if job.has_batch_norm:
-        min_shard_size = min(MIN_BATCH_NORM_SHARD, global_batch_size // num_devices)
-        logger.info("the model has BatchNorm: every device gets at least %d samples.", min_shard_size)
-    return SplitSpace(
-        global_batch_size=global_batch_size,
-        num_devices=num_devices,
-        shares=_shares_for(job.cards) if shares == "auto" else shares,
-        min_shard_size=min_shard_size,
-    )
-
-
-def _shares_for(cards: DeviceView) -> Shares:
-    """A share for each card where the cards after GPU 0 differ, or are of another kind than it."""
-    with cards.metered():
-        memories = cards.memory()
-    names = {device.name for device in cards.devices}
-    others = memories[1:]
-    tolerance = ALIKE_FRACTION * min(memory.total_bytes for memory in memories)
-    are_alike = all(
-        max(amounts) - min(amounts) <= tolerance
-        for amounts in ([m.total_bytes for m in memories], [m.outside_bytes for m in others] or [0])
-    )
-    return "gpu0" if len(names) == 1 and are_alike else "each"
-
-
-def _headroom_for(cards: DeviceView, min_headroom_bytes: int | Sequence[int] | None) -> tuple[int, ...]:
-    if min_headroom_bytes is None:
-        with cards.metered():
-            return tuple(int(HEADROOM_FRACTION * (m.total_bytes - m.outside_bytes)) for m in cards.memory())
-    num_devices = len(cards.devices)
-    demands = min_headroom_bytes if isinstance(min_headroom_bytes, Sequence) else [min_headroom_bytes] * num_devices
-    if len(demands) != num_devices:
-        raise ConfigError(
-            f"min_headroom_bytes has {len(demands)} numbers for {num_devices} devices: give one for each device, or a "
-            "single number for all."
-        )
-    for demand in demands:
-        _check_whole("min_headroom_bytes", demand)
-    return tuple(demands)
-
-
 def _refuse_parts(parts: dict[str, Any]) -> None:
     given = [name for name, part in parts.items() if part is not None]
     if given:
@@ -318,11 +218,6 @@ def _refuse_parts(parts: dict[str, Any]) -> None:
             f'got {", ".join(given)} with isolation="process", which makes the job anew in another process: expected a function '
             "alone, autotune(make_task, ...), whose TrainingTask holds them."
         )
-
-
-def _check_whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{name} is {value!r}: expected an integer of at least 0.")
 
 
 def _result_of(found: SearchResult, job: JobFacts, headroom: tuple[int, ...], seed: int) -> TuneResult:

@@ -14,19 +14,18 @@ import pandas as pd
 import torch
 
 from benchmarks.jobs.gpu_models import CARD, REHEARSAL, Sizes
-from splittune.config.split_config import current_versions
+from splittune.config.data import current_versions
 from splittune.errors import NvmlUnavailableError
 from splittune.hardware import CudaHardware, Hardware, resolve_hardware
 from splittune.hardware.cuda.nvml import Nvml
 from splittune.hardware.virtual import VirtualHardware
+from splittune.options import HEADROOM_FRACTION, SearchOptions
 from splittune.profiling.measurement import Measurement
 from splittune.profiling.profiler import Profiler
 from splittune.runners.in_process import InProcessRunner
 from splittune.split import BatchSplit, SplitSpace
 from splittune.training import TrainingTask, read_batches
-from splittune.tuner import SearchOptions, tune
-
-HEADROOM_FRACTION = 0.05
+from splittune.tuner import tune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from benchmarks.regret.peers import PEERS
 from splittune import SplittuneError
 from splittune.demo import DEMO_DEVICES, byte_gpt
 from splittune.hardware import resolve_hardware
+from splittune.options import HEADROOM_FRACTION
 from splittune.profiling.measurement import Outcome
 from splittune.profiling.profiler import Profiler
 from splittune.search import find_best_split
@@ -38,7 +39,6 @@ from splittune.training import TrainingTask, read_batches
 MAX_TRIALS = 12
 FIRST_SEED = 230_000  # from here on no problem took part in the making of the search
 SAMPLERS = ("guided", "tpe", "gp", "random", "grid")
-HEADROOM_FRACTION = 0.05
 # The same problems, but with more noise, and on cards whose busy times are not known.
 HARDER: dict[str, dict[str, Any]] = {
     "guided, noise to 5 %": {"max_noise": 0.05},

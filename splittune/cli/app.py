@@ -27,6 +27,7 @@ from splittune.hardware.cuda import count_visible_devices
 from splittune.hardware.cuda.nvml import Nvml
 from splittune.hardware.cuda.nvml_calls import NvmlDevice, NvmlInstance
 from splittune.hardware.virtual.catalog import GPUS
+from splittune.options import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, SharesChoice
 from splittune.report import TuneResult, save_tables
 from splittune.report.console import show_memory_plan, show_result
 from splittune.report.progress import ConsoleReporter, SilentReporter, StepReporter
@@ -36,7 +37,7 @@ from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunne
 from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
 from splittune.split import SplitSpace
 from splittune.training.load_task import load_task
-from splittune.tuner import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, SharesChoice, tune
+from splittune.tuner import tune
 from splittune.units import GIB, format_bytes
 from splittune.verify import DEFAULT_NUM_STEPS, verify
 from splittune.verify.console import show_verification

@@ -38,7 +38,7 @@ from splittune.hardware.base import Device
 from splittune.split import BatchSplit
 
 if TYPE_CHECKING:
-    from splittune.config.split_config import SplitConfig
+    from splittune.config.data import ConfigData
 
 SCHEMA = 2
 """The newest; raised by one whenever an older splittune could no longer read what this one writes."""
@@ -64,7 +64,7 @@ _KEYS = (
 _SINCE_SCHEMA_2 = ("eval_batch_size",)
 
 
-def config_to_text(config: SplitConfig) -> str:
+def config_to_text(config: ConfigData) -> str:
     """`config` as indented JSON that ends in a newline; `fields_from_text` reads it back."""
     schema = 1 if config.eval_batch_size is None else 2
     values = {key: getattr(config, key) for key in _KEYS if key not in ("schema", "throughput_samples_per_s")}

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from splittune.hardware import resolve_hardware
+from splittune.options import SearchOptions
 from splittune.report.progress import SilentReporter
 from splittune.runners.in_process import InProcessRunner
 from splittune.signals import deferred
 from splittune.training import snapshot as snapshot_module
 from splittune.training.task import TrainingTask
-from splittune.tuner import SearchOptions, tune
+from splittune.tuner import tune
 from tests.faults.test_faults import DEVICES, Job, Trap
 
 Tried = Callable[[str, str, str, str], None]

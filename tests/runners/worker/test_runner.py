@@ -21,6 +21,7 @@ from torch import nn
 
 from splittune import BatchSplit, ConfigError, Measurement, Outcome, WorkerError, autotune
 from splittune.hardware import resolve_hardware
+from splittune.options import SearchOptions
 from splittune.report.progress import SilentReporter
 from splittune.runners.base import JobFacts
 from splittune.runners.in_process import InProcessRunner
@@ -29,7 +30,7 @@ from splittune.runners.worker.errors import RaisedInWorkerError, describe_error,
 from splittune.runners.worker.runner import MAX_ENDS_IN_A_ROW, WorkerRunner
 from splittune.search import Trial
 from splittune.training.load_task import load_task
-from splittune.tuner import SearchOptions, tune
+from splittune.tuner import tune
 from splittune.units import GIB
 
 Tried = Callable[[str, str, str, str], None]
