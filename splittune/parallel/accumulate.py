@@ -1,4 +1,4 @@
-"""Going through the micro-batches of one optimizer step, so that only the last one's backward reduces."""
+"""Going through the micro-batches of one optimizer step: only the last one's backward reduces."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Item = TypeVar("Item")
 def accumulate(model: nn.Module, micro_batches: Iterable[Item]) -> Iterator[Item]:
     """Yield each of `micro_batches`, all but the last inside ``model.no_sync()``.
 
-    Forward and backward of an item belong into the loop's body, ``optimizer.step()`` after the loop. A model without
-    `no_sync`, one that is not wrapped say, is simply iterated. Example::
+    Forward and backward of an item belong into the loop's body, ``optimizer.step()`` after the
+    loop. A model without `no_sync`, one that is not wrapped say, is simply iterated. Example::
 
         for micro in accumulate(model, micro_batches):
             (loss_of(model, micro.batch) * micro.weight).backward()

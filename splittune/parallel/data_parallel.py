@@ -17,7 +17,8 @@ from splittune.parallel.outputs import combine_outputs
 from splittune.parallel.replica_loss import LossFunction, ReplicaLoss, WeightFunction
 from splittune.parallel.replicas import ReplicaCall, ReplicaGauge, keep_buffer_updates, replicate, run_replicas
 from splittune.parallel.transfer import send
-from splittune.parallel.window.engine import Copies, WindowEngine
+from splittune.parallel.window.engine import WindowEngine
+from splittune.parallel.window.replica_copies import ReplicaCopies
 from splittune.split import even_shards, fit_shards, shards_with_gpu0
 from splittune.split.shards import share_out
 
@@ -258,7 +259,7 @@ class BalancedDataParallel(nn.Module):
             )
         return args[-1]
 
-    def _copy_out(self, active: Sequence[int], link: Link) -> Copies | None:
+    def _copy_out(self, active: Sequence[int], link: Link) -> ReplicaCopies | None:
         """The window engine's copies for this forward; None on a single device and with torch's engine."""
         if len(self.device_ids) == 1 or self.engine != "window":
             return None
@@ -266,7 +267,7 @@ class BalancedDataParallel(nn.Module):
             self._window = WindowEngine(self.module)
         return self._window.copy_out(active, link, last=self._syncs)
 
-    def _modules_on(self, active: Sequence[int], link: Link, copies: Copies | None) -> dict[int, nn.Module]:
+    def _modules_on(self, active: Sequence[int], link: Link, copies: ReplicaCopies | None) -> dict[int, nn.Module]:
         """The module to run at each active position."""
         if copies is not None:
             return {position: copies.trees[position] for position in active}

@@ -1,4 +1,4 @@
-"""How tensors travel between the wrapper's devices, and where code runs: the seam that virtual GPUs replace."""
+"""How tensors travel between devices, and where code runs: the seam that virtual GPUs replace."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# torch's own bucket for DataParallel's broadcast: large enough to amortise a launch, small enough to stay transient.
+# torch's own bucket for DataParallel's broadcast: large enough to amortise a launch, small enough
+# to stay transient.
 BUCKET_BYTES = 10 * 1024**2
 
 
 class Link(Protocol):
     """Moves tensors between places: the wrapper's devices, by position, and the host.
 
-    A place is opaque to callers: `place` and `place_of` give one, the other methods take it. Nothing here records
-    gradients; `splittune.parallel.transfer` makes differentiable operations of it.
+    A place is opaque to callers: `place` and `place_of` give one, the other methods take it.
+    Nothing here records gradients; `splittune.parallel.transfer` makes differentiable operations of
+    it.
     """
 
     threaded: bool
-    """True where every replica should have a thread of its own, so that launches on several devices overlap."""
+    """True where every replica should have a thread of its own, so that launches on several
+    devices overlap."""
 
     def place(self, position: int) -> Any:
         """The place of the device at `position`."""
@@ -32,7 +35,7 @@ class Link(Protocol):
         ...
 
     def copy(self, tensor: Tensor, place: Any) -> Tensor:
-        """A copy of `tensor`, same shape and strides, at `place`; a new one even if it is there already."""
+        """A copy of `tensor` at `place`, strides and all; a new one even if it is there already."""
         ...
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
@@ -44,14 +47,15 @@ class Link(Protocol):
         ...
 
     def replica(self, position: int, num_replicas: int) -> AbstractContextManager[Any]:
-        """Code inside is one replica's forward pass, `num_replicas` of which run at the same time."""
+        """Code inside is one replica's forward pass; `num_replicas` run at the same time."""
         ...
 
 
 class TorchLink:
     """Torch devices as they are; any mix of CUDA devices and the CPU, repeated ones included.
 
-    Make it in the thread that calls the wrapper: it remembers that thread's current streams, for the replicas' threads.
+    Make it in the thread that calls the wrapper: it remembers that thread's current streams, for
+    the replicas' threads.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -68,8 +72,8 @@ class TorchLink:
         return tensor.device
 
     def copy(self, tensor: Tensor, place: Any) -> Tensor:
-        # copy=True: replicas that share one device must not share one tensor. To the host it must block: nothing there
-        # waits for a stream, so the copy could be read before it has arrived.
+        # copy=True: replicas that share one device must not share one tensor. To the host it must
+        # block: nothing there waits for a stream, so the copy could be read before it has arrived.
         return tensor.to(place, non_blocking=place.type != "cpu", copy=True)
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
@@ -91,8 +95,9 @@ class TorchLink:
 def buckets_of(tensors: Sequence[Tensor], limit_bytes: int = BUCKET_BYTES) -> list[list[int]]:
     """Indices of `tensors` grouped so that each group can travel as one flat copy.
 
-    Dense contiguous tensors of one dtype are joined up to `limit_bytes`; every other one travels alone. Example: three
-    float32 tensors of 6, 3 and 6 MiB with a limit of 10 MiB give ``[[0, 1], [2]]``.
+    Dense contiguous tensors of one dtype are joined up to `limit_bytes`; every other one travels
+    alone. Example: three float32 tensors of 6, 3 and 6 MiB with a limit of 10 MiB give ``[[0, 1],
+    [2]]``.
     """
     groups: list[list[int]] = []
     open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -114,16 +119,20 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat tensor of all their elements; a single tensor is returned as it is, strides and all."""
+    """One flat tensor of all their elements; a single tensor as it is, strides and all."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `flatten`: tensors shaped as `like`, views of `flat` that autograd takes for tensors of their own."""
+    """Undo `flatten`: tensors shaped as `like`.
+
+    They are views of `flat` that autograd takes for tensors of their own.
+    """
     if len(like) == 1:
         return [flat]
     parts = flat.split([tensor.numel() for tensor in like])
-    # .data: a view among a Function's several outputs may not be changed in place, and buffers are changed in place
+    # .data: a view among a Function's several outputs may not be changed in place, and buffers are
+    # changed in place
     return [part.view(tensor.shape).data for part, tensor in zip(parts, like, strict=True)]

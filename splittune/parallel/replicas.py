@@ -35,7 +35,8 @@ class ReplicaCall:
     weight: float
     """How much its 0-dim outputs count: its samples, unless the user says otherwise."""
     loss_fn: Callable[[Any, Any], Tensor] | None
-    """Applied to the output and the last of `args`, the targets, which the module then does not get."""
+    """Applied to the output and the last of `args`, the targets, which the module then does not
+    get."""
     where: str
     """For messages: ``"replica 1 on device cuda:1, a shard of 3 samples"``."""
 
@@ -43,9 +44,10 @@ class ReplicaCall:
 def replicate(module: nn.Module, link: Link, positions: Sequence[int]) -> list[nn.Module]:
     """One replica of `module` on each of `positions`, parameters and buffers copied there.
 
-    The module trees are rebuilt as torch's own replication does, through the hook that modules may override
-    (``nn.RNN`` does). Two differences: a replica's parameters are in its ``parameters()`` as well, which torch's
-    leave empty, and gradients are added up by `transfer.broadcast`. A replica's parameters are not leaves.
+    The module trees are rebuilt as torch's own replication does, through the hook that modules may
+    override (``nn.RNN`` does). Two differences: a replica's parameters are in its ``parameters()``
+    as well, which torch's leave empty, and gradients are added up by `transfer.broadcast`. A
+    replica's parameters are not leaves.
     """
     if not positions:
         return []
@@ -68,7 +70,7 @@ def unique_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
-    """The module tree anew, around the copied tensors. Modules and tensors that are shared stay shared."""
+    """The module tree anew, around the copied tensors. What is shared in it stays shared."""
     modules = list(root.modules())
     replicas = {id(module): _bare_replica(module) for module in modules}
     for module in modules:
@@ -93,7 +95,8 @@ def _bare_replica(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} is a TorchScript module, which cannot be replicated. "
             "Wrap the nn.Module it was scripted from."
         )
-    # Private, and the very hook that torch's replicate() calls: subclasses override it. tests/parallel checks it.
+    # Private, and the very hook that torch's replicate() calls: subclasses override it.
+    # tests/parallel checks it.
     replica: nn.Module = module._replicate_for_data_parallel()
     if "_compiled_call_impl" in replica.__dict__:  # after module.compile(): it would run the original module
         replica.__dict__["_compiled_call_impl"] = None
@@ -101,10 +104,11 @@ def _bare_replica(module: nn.Module) -> nn.Module:
 
 
 def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> None:
-    """Copy what a replica's forward did to its buffers (BatchNorm's running statistics) into the module's own.
+    """Copy what a replica's forward did to its buffers into the module's own.
 
-    Needed when no replica runs on the module's own device; otherwise those on the module's device count, as in
-    nn.DataParallel. A buffer that was made, resized or set to None in forward is so in the module afterwards.
+    They are BatchNorm's running statistics, say. Needed when no replica runs on the module's own
+    device; otherwise those on the module's device count, as in nn.DataParallel. A buffer that was
+    made, resized or set to None in forward is so in the module afterwards.
     """
     copies = dict(replica.named_modules())
     with torch.no_grad():
@@ -117,8 +121,8 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
                 if buffer is None or updated is None or updated.shape != buffer.shape:
                     original._buffers[name] = None if updated is None else link.copy(updated, link.place(0))
                 elif not _is_expanded(buffer):  # such a buffer refuses to be written to, in forward as well
-                    # .data: BatchNorm's own update is not seen by autograd either, and a buffer that is written back
-                    # unchanged may be saved for somebody's backward pass
+                    # .data: BatchNorm's own update is not seen by autograd either, and a buffer
+                    # that is written back unchanged may be saved for somebody's backward pass
                     buffer.data.copy_(updated)
 
 
@@ -128,10 +132,11 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def run_replicas(calls: Sequence[ReplicaCall], link: Link, gauge: ReplicaGauge | None = None) -> list[Any]:
-    """Every replica's output, in order: in a thread each where the link says so, else one after another.
+    """Every replica's output: in a thread each where the link says so, else one after another.
 
-    Grad mode, inference mode and autocast (its dtype as well) are the caller's in every thread. If replicas fail,
-    the first one's exception is raised: the object itself, with the replica named in its message or its notes.
+    Grad mode, inference mode and autocast (its dtype as well) are the caller's in every thread. If
+    replicas fail, the first one's exception is raised: the object itself, with the replica named in
+    its message or its notes.
     """
     if not link.threaded or len(calls) == 1:
         return [_run(call, link, len(calls), gauge) for call in calls]
@@ -148,7 +153,8 @@ def run_replicas(calls: Sequence[ReplicaCall], link: Link, gauge: ReplicaGauge |
 
     first = None
     try:
-        # leaving the pool waits for every replica, after Ctrl-C too: none runs on while its caller cleans up
+        # leaving the pool waits for every replica, after Ctrl-C too: none runs on while its caller
+        # cleans up
         with ThreadPoolExecutor(len(calls), thread_name_prefix="replica") as pool:
             wait([pool.submit(work, index) for index in range(len(calls))])
         first = next((error for error in errors if error is not None), None)

@@ -1,4 +1,4 @@
-"""Differentiable transfers: send, broadcast and gather, whose backward passes copy or add the gradients back."""
+"""Differentiable transfers: send, broadcast, gather. Backward, gradients are copied or added."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def send(tensor: Tensor, link: Link, place: Any) -> Tensor:
 
 
 def gather(chunks: Sequence[Tensor], link: Link, place: Any, dim: int) -> Tensor:
-    """The chunks joined along `dim` at `place`, written straight into the result: no second copy is held there."""
+    """The chunks joined along `dim` at `place`, each written straight into the result."""
     if len(chunks) == 1:
         return send(chunks[0], link, place)
     joined: Tensor = _apply(_Gather, link, place, dim, *chunks)
@@ -31,10 +31,11 @@ def gather(chunks: Sequence[Tensor], link: Link, place: Any, dim: int) -> Tensor
 
 
 def broadcast(tensors: Sequence[Tensor], link: Link, positions: Sequence[int]) -> list[list[Tensor]]:
-    """Copies of all `tensors` on the devices at `positions`; ``result[i][j]`` is tensor j on device positions[i].
+    """Copies of all `tensors` on the devices at `positions`.
 
-    All gradients pass through one autograd node. It runs once every replica's gradients are there, and adds them up
-    where the tensors live. A tensor that no replica used gets no gradient at all, as on one device.
+    ``result[i][j]`` is tensor j on device ``positions[i]``. All gradients pass through one autograd
+    node. It runs once every replica's gradients are there, and adds them up where the tensors live.
+    A tensor that no replica used gets no gradient at all, as on one device.
     """
     if not tensors:
         return [[] for _ in positions]
@@ -57,7 +58,7 @@ def copy_to_each(tensors: Sequence[Tensor], link: Link, positions: Sequence[int]
 
 
 def _apply(function: Any, *args: Any) -> Any:
-    """``function.apply(*args)``: torch declares it in one version and not in another, and for a tensor only."""
+    """``function.apply(*args)``, which torch declares in some versions only, and for one tensor."""
     return function.apply(*args)
 
 
@@ -120,9 +121,10 @@ class _Broadcast(torch.autograd.Function):
 def _add_up(
     per_device: Sequence[Sequence[Tensor | None]], link: Link, positions: Sequence[int], sources: Sequence[Any]
 ) -> list[Tensor | None]:
-    """The sum over devices of each tensor's gradients, where the tensor lives, in coalesced buckets.
+    """The sum over devices of each tensor's gradients, where it lives, in coalesced buckets.
 
-    The devices' own gradients stay alive meanwhile: autograd holds what it has handed to a node until that returns.
+    The devices' own gradients stay alive meanwhile: autograd holds what it has handed to a node
+    until that returns.
     """
     totals: list[Tensor | None] = [None] * len(sources)
     gradients = [(position, list(grads)) for position, grads in zip(positions, per_device, strict=True)]
@@ -133,9 +135,10 @@ def _add_up(
 def add_to_home(
     gradients: Sequence[tuple[int, list[Tensor | None]]], link: Link, home: Any, totals: list[Tensor | None]
 ) -> None:
-    """Add the gradients of several devices, ``(position, gradients)``, to `totals` at `home`, in coalesced buckets.
+    """Add several devices' ``(position, gradients)`` to `totals` at `home`, in coalesced buckets.
 
-    Whoever gives the lists away gives the memory too: each device's gradients are freed once its bucket has been sent.
+    Whoever gives the lists away gives the memory too: each device's gradients are freed once its
+    bucket has been sent.
     """
     for position, grads in gradients:
         present = [(index, grad) for index, grad in enumerate(grads) if grad is not None]

@@ -1,1 +1,1 @@
-"""Accumulation windows: parameters travel once a step, and gradients are summed once, however many micro-batches it has."""
+"""Accumulation windows: once a step parameters go out and gradients come home."""

@@ -332,9 +332,9 @@ def test_no_memory_is_kept_after_a_step() -> None:
 
 
 def test_the_private_callback_of_torchs_engine_is_there_and_runs_once_at_the_end() -> None:
-    """If this fails: see how DistributedDataParallel ends its backward in this torch, and do so in window.py."""
+    """If this fails: see how DistributedDataParallel ends its backward in this torch, and do so in engine.py."""
     queue = getattr(torch.autograd.Variable._execution_engine, "queue_callback", None)
-    assert callable(queue), "torch has renamed Variable._execution_engine.queue_callback, which window.py depends on"
+    assert callable(queue), "torch has renamed Variable._execution_engine.queue_callback, which engine.py depends on"
     events: list[str] = []
     first, last = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     first.register_hook(lambda grad: events.append("first leaf"))
@@ -344,4 +344,4 @@ def test_the_private_callback_of_torchs_engine_is_there_and_runs_once_at_the_end
     output.backward()
     assert sorted(events[:2]) == ["first leaf", "last leaf"]
     assert events[2:] == ["end"]
-    assert torch._C._current_graph_task_id() == -1, "window.py tells a recomputation inside backward by it"
+    assert torch._C._current_graph_task_id() == -1, "engine.py tells a recomputation inside backward by it"
