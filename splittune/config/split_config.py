@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from splittune.hardware.base import Hardware
-    from splittune.parallel import BalancedDataParallel
+    from splittune.parallel.base import SplitModule
     from splittune.parallel.data_parallel import Engine
     from splittune.parallel.replica_loss import LossFunction, WeightFunction
 
@@ -46,7 +46,7 @@ class SplitConfig(ConfigData):
         engine: Engine = "window",
         devices: str | Sequence[str | int | torch.device] | None = None,
         hardware: Hardware | None = None,
-    ) -> BalancedDataParallel:
+    ) -> SplitModule:
         """The module to train with: `model` on its devices, every micro-batch spread as it was tuned.
 
         With `loss_fn`, each device computes the loss of its own part: ``loss = wrapped(inputs, targets)``, and GPU 0 holds
@@ -103,7 +103,7 @@ class SplitConfig(ConfigData):
             )
         return hardware
 
-    def micro_batches(self, batch: Any, model: BalancedDataParallel | None = None) -> Iterator[MicroBatch]:
+    def micro_batches(self, batch: Any, model: SplitModule | None = None) -> Iterator[MicroBatch]:
         """`batch`, as the loader nests it, cut along dimension 0 into the micro-batches of one optimizer step.
 
         A full batch has `split.accumulation_steps` of them, of `split.micro_batch_sizes`. A short one (the loader's

@@ -11,7 +11,7 @@ from splittune.units import format_bytes
 if TYPE_CHECKING:
     from torch import nn, optim
 
-    from splittune.parallel import BalancedDataParallel
+    from splittune.parallel.base import SplitModule
     from splittune.split import BatchSplit
 
 
@@ -107,7 +107,7 @@ class Hardware(Protocol):
         """Virtual devices as ``devices=`` takes them, so that a config can make them again; None for real ones."""
         ...
 
-    def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
+    def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> SplitModule:
         """The module to train with: `model` moved to device 0 and wrapped for this split.
 
         `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`.

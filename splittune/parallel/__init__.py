@@ -1,7 +1,8 @@
 """Training on several devices with a share of the batch for each."""
 
 from splittune.parallel.accumulate import accumulate
+from splittune.parallel.base import SplitModule
 from splittune.parallel.data_parallel import BalancedDataParallel
 from splittune.parallel.link import Link, TorchLink
 
-__all__ = ["BalancedDataParallel", "Link", "TorchLink", "accumulate"]
+__all__ = ["BalancedDataParallel", "Link", "SplitModule", "TorchLink", "accumulate"]

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import nn
 
-from splittune.errors import ConfigError, DeviceError, InvalidSplitError
+from splittune.errors import ConfigError, DeviceError
+from splittune.parallel.base import SplitModule
 from splittune.parallel.link import Link, TorchLink
 from splittune.parallel.nesting import batch_size_of, map_tensors, slice_arguments, tensors_of
 from splittune.parallel.outputs import combine_outputs
@@ -19,51 +20,58 @@ from splittune.parallel.replicas import ReplicaCall, ReplicaGauge, keep_buffer_u
 from splittune.parallel.transfer import send
 from splittune.parallel.window.engine import WindowEngine
 from splittune.parallel.window.replica_copies import ReplicaCopies
-from splittune.split import even_shards, fit_shards, shards_with_gpu0
-from splittune.split.shards import share_out
+from splittune.split.shards import checked_shares, shards_for
 
 DeviceLike = int | str | torch.device
 Engine = Literal["window", "torch"]
 
 
-class BalancedDataParallel(nn.Module):
+class BalancedDataParallel(SplitModule):
     """Runs `module` on several devices at once, each with its own share of the micro-batch.
 
-    Give GPU 0's share, ``BalancedDataParallel(4, model)``, and the others share the rest as evenly as integers allow;
-    or every device's, ``BalancedDataParallel(module=model, shard_sizes=(4, 20, 20, 20))``. Every sample goes to
-    exactly one device, in order, and outputs come back in order, on `output_device`. Gradients arrive in the module's
-    own parameters and are those of the whole micro-batch on one device, BatchNorm aside: each replica normalises by its
-    own shard, and running statistics are those of the first device that had samples.
+    Give GPU 0's share, ``BalancedDataParallel(4, model)``, and the others share the rest as evenly
+    as integers allow; or every device's,
+    ``BalancedDataParallel(module=model, shard_sizes=(4, 20, 20, 20))``. Every sample goes to exactly
+    one device, in order, and outputs come back in order, on `output_device`. Gradients arrive in the module's own parameters and are those of the whole
+    micro-batch on one device, BatchNorm aside: each replica normalises by its own shard, and
+    running statistics are those of the first device that had samples.
 
     Shares are honoured or refused, never changed in silence:
 
-    - with `shard_sizes`, a smaller micro-batch shrinks every shard in proportion (`split.fit_shards`), a larger one is
-      refused, save for up to `eval_batch_size` samples under ``no_grad()``, which grow every shard in proportion;
-    - with `gpu0_bsz`, GPU 0 takes exactly that of the largest micro-batch trained on so far, and a smaller one shrinks
-      the shares in proportion. A first training micro-batch smaller than `gpu0_bsz` is refused; under ``eval()`` or
-      ``no_grad()`` it is shared evenly instead, GPU 0 getting less than its share.
+    - with `shard_sizes`, a smaller micro-batch shrinks every shard in proportion
+      (`split.fit_shards`), a larger one is refused, save for up to `eval_batch_size` samples under
+      ``no_grad()``, which grow every shard in proportion;
+    - with `gpu0_bsz`, GPU 0 takes exactly that of the largest micro-batch trained on so far, and a
+      smaller one shrinks the shares in proportion. A first training micro-batch smaller than
+      `gpu0_bsz` is refused; under ``eval()`` or ``no_grad()`` it is shared evenly instead, GPU 0
+      getting less than its share.
 
     Args:
         gpu0_bsz: samples for the first device, 0 or more; None when `shard_sizes` is given.
         module: its parameters must be on the first device when it is called.
-        device_ids: CUDA ordinals or devices, the first is 'GPU 0'; None for all CUDA devices, or for the module's own
-            device where there is no CUDA. A device may be named twice.
+        device_ids: CUDA ordinals or devices, the first is 'GPU 0'; None for all CUDA devices, or
+            for the module's own device where there is no CUDA. A device may be named twice.
         output_device: where outputs are joined; None for the first device.
         dim: the dimension of inputs and outputs that counts samples.
         shard_sizes: samples for each device, for the largest micro-batch.
-        loss_fn: computes the loss in each replica, on its own device: call ``model(inputs, targets)``, the targets last,
-            and get the loss of the whole micro-batch. No output is gathered.
-        weight_fn: ``weight_fn(targets)``, what the loss is a mean over where that is not samples: the number of tokens.
-        engine: "window" copies parameters out, and adds gradients up, once for each window of accumulated micro-batches
-            (`WindowEngine`); "torch" does both at every micro-batch, as nn.DataParallel does.
+        loss_fn: computes the loss in each replica, on its own device: call
+            ``model(inputs, targets)``, the targets last, and get the loss of the whole micro-batch.
+            No output is gathered.
+        weight_fn: ``weight_fn(targets)``, what the loss is a mean over where that is not samples:
+            the number of tokens.
+        engine: "window" copies parameters out, and adds gradients up, once for each window of
+            accumulated micro-batches (`WindowEngine`); "torch" does both at every micro-batch, as
+            nn.DataParallel does.
         link: how tensors travel; None for torch's own devices.
-        eval_batch_size: with `shard_sizes`, samples that are taken at once where no gradients are recorded.
+        eval_batch_size: with `shard_sizes`, samples that are taken at once where no gradients are
+            recorded.
 
-    Of arguments that are no tensors, a list or tuple with one string, number or None for each sample is split as tensors
-    are, save for a tuple of numbers, a size say; everything else reaches every replica as it is.
-    A 0-dim output is a mean over samples and is averaged weighted by shard size; see `outputs.combine_outputs`.
-    Limits are nn.DataParallel's: replicas are shallow copies, so Python attributes that forward assigns are lost, and
-    in-place updates of parameters inside forward are too. On a single device the module itself runs.
+    Of arguments that are no tensors, a list or tuple with one string, number or None for each
+    sample is split as tensors are, save for a tuple of numbers, a size say; everything else reaches
+    every replica as it is. A 0-dim output is a mean over samples and is averaged weighted by shard
+    size; see `outputs.combine_outputs`. Limits are nn.DataParallel's: replicas are shallow copies,
+    so Python attributes that forward assigns are lost, and in-place updates of parameters inside
+    forward are too. On a single device the module itself runs.
     """
 
     def __init__(
@@ -89,16 +97,17 @@ class BalancedDataParallel(nn.Module):
             )
         self.module = module
         self.dim = dim
-        self.device_ids = _resolve_devices(device_ids, module)
-        self.output_device = self.device_ids[0] if output_device is None else _as_device(output_device)
-        self.gpu0_bsz, self.shard_sizes = _check_shares(gpu0_bsz, shard_sizes, len(self.device_ids))
+        self.devices = self.device_ids = _resolve_devices(device_ids, module)
+        self.output_device = self.devices[0] if output_device is None else _as_device(output_device)
+        self.gpu0_bsz, self.shard_sizes = checked_shares(gpu0_bsz, shard_sizes, len(self.devices))
         if engine not in get_args(Engine):
             raise ConfigError(f"engine is {engine!r}: expected one of {get_args(Engine)}.")
         if weight_fn is not None and loss_fn is None:
             raise ConfigError("weight_fn is given without loss_fn: it says how the replicas' losses are averaged.")
         self.engine = engine
         self.eval_batch_size = eval_batch_size
-        # held by a plain object: a loss that is a module must not appear in the wrapper's state_dict
+        # held by a plain object: a loss that is a module must not appear in the wrapper's
+        # state_dict
         self._loss = None if loss_fn is None else ReplicaLoss(loss_fn, weight_fn)
         self._link = link
         self.gauge: ReplicaGauge | None = None  # hardware that measures sets its own
@@ -129,10 +138,10 @@ class BalancedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards inside leave their gradients with the replicas; the next backward of a forward outside brings all home.
+        """Forwards inside leave their gradients with the replicas; the next outside brings all home.
 
-        As in DistributedDataParallel: run the last micro-batch of an optimizer step outside. `accumulate` and
-        ``SplitConfig.micro_batches(batch, model)`` do it for you.
+        As in DistributedDataParallel: run the last micro-batch of an optimizer step outside.
+        `accumulate` and ``SplitConfig.micro_batches(batch, model)`` do it for you.
         """
         before, self._syncs = self._syncs, False
         try:
@@ -146,7 +155,7 @@ class BalancedDataParallel(nn.Module):
         return self._loss is not None
 
     def weight_of(self, batch: Any, num_samples: int) -> float:
-        """How much a batch ``(inputs, targets)`` of the loader counts: its samples, or what `weight_fn` says."""
+        """How much a batch of the loader counts: its samples, or what `weight_fn` says of it."""
         if self._loss is None or self._loss.weight_fn is None:
             return float(num_samples)
         if not isinstance(batch, tuple | list):
@@ -160,10 +169,6 @@ class BalancedDataParallel(nn.Module):
         link, place = self._route()
         return map_tensors(lambda tensor: send(tensor, link, place), tree)
 
-    def unwrap(self) -> nn.Module:
-        """The module that was wrapped: the same object, with its parameters."""
-        return self.module
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's, for keys with or without the wrapper's ``module.`` prefix."""
         own = set(self.state_dict(keep_vars=True))
@@ -174,38 +179,19 @@ class BalancedDataParallel(nn.Module):
 
     def extra_repr(self) -> str:
         shares = f"gpu0_bsz={self.gpu0_bsz}" if self.shard_sizes is None else f"shard_sizes={self.shard_sizes}"
-        return f"{shares}, devices={[self._name_of(position) for position in range(len(self.device_ids))]}"
+        return f"{shares}, devices={[self._name_of(position) for position in range(len(self.devices))]}"
 
     def _shards_of(self, batch_size: int) -> tuple[int, ...]:
-        """Samples for each device: the one place where a micro-batch meets the shares."""
-        if self.shard_sizes is not None:
-            return self._grown_shards(batch_size) or fit_shards(batch_size, self.shard_sizes)
-        assert self.gpu0_bsz is not None
-        num_devices = len(self.device_ids)
-        if batch_size == 0:
-            return (0,) * num_devices
-        if batch_size <= self._largest_trained:
-            return fit_shards(batch_size, shards_with_gpu0(self._largest_trained, num_devices, self.gpu0_bsz))
-        if batch_size >= self.gpu0_bsz:
-            return shards_with_gpu0(batch_size, num_devices, self.gpu0_bsz)
-        if self._trains():
-            raise InvalidSplitError(
-                f"gpu0_bsz={self.gpu0_bsz} exceeds the first micro-batch, of {batch_size} samples, by "
-                f"{self.gpu0_bsz - batch_size}. Use gpu0_bsz <= {batch_size}, or a larger batch."
-            )
-        return even_shards(batch_size, num_devices)
-
-    def _grown_shards(self, batch_size: int) -> tuple[int, ...] | None:
-        """The shards of an evaluation batch larger than any micro-batch trained on; None for one that is not."""
-        assert self.shard_sizes is not None
-        if self.eval_batch_size is None or batch_size <= sum(self.shard_sizes):
-            return None
-        if batch_size <= self.eval_batch_size and not torch.is_grad_enabled():
-            return share_out(batch_size, self.shard_sizes)
-        raise InvalidSplitError(
-            f"a batch of {batch_size} samples: expected at most {sum(self.shard_sizes)} in training (the shards are "
-            f"{self.shard_sizes}), and at most eval_batch_size={self.eval_batch_size} in evaluation, under torch.no_grad(). "
-            + ("Use SplitConfig.micro_batches, or no_grad()." if torch.is_grad_enabled() else "Use a smaller batch.")
+        """Samples for each device, as things stand."""
+        return shards_for(
+            batch_size,
+            num_devices=len(self.devices),
+            gpu0_bsz=self.gpu0_bsz,
+            shard_sizes=self.shard_sizes,
+            largest_trained=self._largest_trained,
+            eval_batch_size=self.eval_batch_size,
+            trains=self._trains(),
+            records=torch.is_grad_enabled(),
         )
 
     def _trains(self) -> bool:
@@ -215,7 +201,7 @@ class BalancedDataParallel(nn.Module):
         """The link for this call, and the place of the output device."""
         if self._link is not None:
             return self._link, self._link.place(0)
-        devices = self.device_ids
+        devices = self.devices
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if tensor.device != devices[0]:
                 raise ConfigError(
@@ -260,8 +246,8 @@ class BalancedDataParallel(nn.Module):
         return args[-1]
 
     def _copy_out(self, active: Sequence[int], link: Link) -> ReplicaCopies | None:
-        """The window engine's copies for this forward; None on a single device and with torch's engine."""
-        if len(self.device_ids) == 1 or self.engine != "window":
+        """The window's copies for this forward; None on a single device and with torch's engine."""
+        if len(self.devices) == 1 or self.engine != "window":
             return None
         if self._window is None:
             self._window = WindowEngine(self.module)
@@ -276,11 +262,12 @@ class BalancedDataParallel(nn.Module):
         return {0: self.module, **modules} if active[0] == 0 else modules
 
     def __getstate__(self) -> dict[str, Any]:
-        # copies and pickles begin with no window: what the replicas hold belongs to this wrapper's graphs
+        # copies and pickles begin with no window: what the replicas hold belongs to this wrapper's
+        # graphs
         return {**self.__dict__, "_window": None, "gauge": None}
 
     def _name_of(self, position: int) -> str:
-        return str(self.device_ids[position]) if self._link is None else str(self._link.place(position))
+        return str(self.devices[position]) if self._link is None else str(self._link.place(position))
 
 
 class _Call(NamedTuple):
@@ -295,7 +282,7 @@ def _as_device(device: DeviceLike) -> torch.device:
 
 
 def _as_reported(device: torch.device) -> torch.device:
-    """As tensors report it, since ``cuda`` and ``cuda:0`` do not compare equal: ``cuda`` is the current card."""
+    """As tensors report it: ``cuda``, the current card, does not compare equal to ``cuda:0``."""
     if device.type == "cpu":
         return torch.device("cpu")  # there is one
     if device == torch.device("cuda"):
@@ -313,27 +300,3 @@ def _resolve_devices(device_ids: Sequence[DeviceLike] | None, module: nn.Module)
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     first = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     return (first,)
-
-
-def _check_shares(
-    gpu0_bsz: int | None, shard_sizes: Sequence[int] | None, num_devices: int
-) -> tuple[int | None, tuple[int, ...] | None]:
-    if (gpu0_bsz is None) == (shard_sizes is None):
-        raise InvalidSplitError(
-            f"got gpu0_bsz={gpu0_bsz} and shard_sizes={shard_sizes}: expected one of them. "
-            "gpu0_bsz gives GPU 0's share, shard_sizes every device's."
-        )
-    if shard_sizes is None:
-        if not isinstance(gpu0_bsz, int) or isinstance(gpu0_bsz, bool) or gpu0_bsz < 0:
-            raise InvalidSplitError(f"gpu0_bsz is {gpu0_bsz!r}: expected an integer of at least 0, GPU 0's samples.")
-        if gpu0_bsz == 0 and num_devices == 1:
-            raise InvalidSplitError("gpu0_bsz=0 on one device leaves the whole batch to nobody: use a larger share.")
-        return gpu0_bsz, None
-    sizes: tuple[Any, ...] = tuple(shard_sizes)
-    if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in sizes) or sum(sizes) == 0:
-        raise InvalidSplitError(f"shard_sizes is {sizes}: expected integers of at least 0, not all 0.")
-    if len(sizes) != num_devices:
-        raise InvalidSplitError(
-            f"shard_sizes={sizes} has {len(sizes)} shares for {num_devices} devices: expected one for each device."
-        )
-    return None, sizes

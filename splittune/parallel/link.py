@@ -96,8 +96,8 @@ def buckets_of(tensors: Sequence[Tensor], limit_bytes: int = BUCKET_BYTES) -> li
     """Indices of `tensors` grouped so that each group can travel as one flat copy.
 
     Dense contiguous tensors of one dtype are joined up to `limit_bytes`; every other one travels
-    alone. Example: three float32 tensors of 6, 3 and 6 MiB with a limit of 10 MiB give ``[[0, 1],
-    [2]]``.
+    alone. Example: three float32 tensors of 6, 3 and 6 MiB with a limit of 10 MiB give
+    ``[[0, 1], [2]]``.
     """
     groups: list[list[int]] = []
     open_groups: dict[torch.dtype, tuple[list[int], int]] = {}

@@ -1,7 +1,7 @@
 """Splits as pure integers: what a split is, which are legal, how a short micro-batch shrinks its shards."""
 
 from splittune.split.batch_split import BatchSplit
-from splittune.split.shards import even_shards, fit_shards, shards_with_gpu0, spread_evenly
+from splittune.split.shards import even_shards, fit_shards, shards_for, shards_with_gpu0, spread_evenly
 from splittune.split.space import Shares, SplitSpace
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "SplitSpace",
     "even_shards",
     "fit_shards",
+    "shards_for",
     "shards_with_gpu0",
     "spread_evenly",
 ]

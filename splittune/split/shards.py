@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from splittune.errors import InvalidSplitError
@@ -19,7 +20,8 @@ def shards_with_gpu0(micro_batch_size: int, num_devices: int, gpu0_bsz: int) -> 
     ``(13, 4, 3)`` gives ``(3, 4, 3, 3)``. GPU 0's share may be the smaller, equal or larger one.
 
     Raises:
-        InvalidSplitError: the share is negative, exceeds the micro-batch, or leaves samples for nobody.
+        InvalidSplitError: the share is negative, exceeds the micro-batch, or leaves samples for
+            nobody.
     """
     rest = micro_batch_size - gpu0_bsz
     num_others = num_devices - 1
@@ -42,19 +44,21 @@ def shards_with_gpu0(micro_batch_size: int, num_devices: int, gpu0_bsz: int) -> 
 
 
 def even_shards(micro_batch_size: int, num_devices: int) -> tuple[int, ...]:
-    """The even split: ``(10, 4)`` gives ``(2, 3, 3, 2)``. A remainder never goes to GPU 0, which holds most."""
+    """The even split: ``(10, 4)`` gives ``(2, 3, 3, 2)``. GPU 0, the fullest, gets no remainder."""
     return shards_with_gpu0(micro_batch_size, num_devices, micro_batch_size // max(num_devices, 1))
 
 
 def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int]) -> tuple[int, ...]:
     """Shard sizes for a micro-batch no larger than the one `shard_sizes` were tuned for.
 
-    Each shard shrinks in proportion, rounded by largest remainder (Hamilton's method; ties go to the later
-    device, away from GPU 0), so that none exceeds its tuned size: ``fit_shards(5, (2, 4, 4))`` gives ``(1, 2, 2)``.
-    The wrapper, the search space, the planner and the samplers all call this one function.
+    Each shard shrinks in proportion, rounded by largest remainder (Hamilton's method; ties go to
+    the later device, away from GPU 0), so that none exceeds its tuned size: ``fit_shards(5, (2, 4,
+    4))`` gives ``(1, 2, 2)``. The wrapper, the search space, the planner and the samplers all call
+    this one function.
 
     Raises:
-        InvalidSplitError: the micro-batch is larger than the sum of the shards: somebody would exceed their share.
+        InvalidSplitError: the micro-batch is larger than the sum of the shards: somebody would
+            exceed their share.
     """
     tuned = sum(shard_sizes)
     if micro_batch_size < 0:
@@ -66,14 +70,87 @@ def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int]) -> tuple[int, 
             f"{micro_batch_size - tuned} more than every device's share together. Send at most {tuned} samples at a time "
             "(SplitConfig.micro_batches cuts a batch accordingly), or tune for a larger batch."
         )
-    # A remainder above zero means the exact share lies below the tuned one, so rounding up never exceeds it.
+    # A remainder above zero means the exact share lies below the tuned one, so rounding up never
+    # exceeds it.
     return share_out(micro_batch_size, shard_sizes)
 
 
-def share_out(num_samples: int, shard_sizes: Sequence[int]) -> tuple[int, ...]:
-    """`num_samples`, however many, in the proportions of `shard_sizes`; `fit_shards` says how it is rounded.
+def shards_for(
+    batch_size: int,
+    *,
+    num_devices: int,
+    gpu0_bsz: int | None = None,
+    shard_sizes: Sequence[int] | None = None,
+    largest_trained: int = 0,
+    eval_batch_size: int | None = None,
+    trains: bool = True,
+    records: bool = True,
+) -> tuple[int, ...]:
+    """Samples for each device: where a wrapper's micro-batch meets the shares it was given.
 
-    ``share_out(5, (2, 4, 4))`` gives ``(1, 2, 2)``, ``share_out(30, (2, 4, 4))`` gives ``(6, 12, 12)``.
+    With every device's share, ``shard_sizes=(2, 4, 4)``:
+
+    - up to 10 samples shrink every shard, see `fit_shards`: 5 give ``(1, 2, 2)``;
+    - more are refused, save up to `eval_batch_size` without gradients: 30 give ``(6, 12, 12)``.
+
+    With GPU 0's, ``gpu0_bsz=3`` on 4 devices:
+
+    - the largest micro-batch trained on gives GPU 0 exactly that: 13 give ``(3, 4, 3, 3)``;
+    - a smaller one then shrinks those: 6 after 13 give ``(1, 2, 1, 2)``;
+    - one below `gpu0_bsz`, with none trained on, is refused in training, and spread evenly
+      otherwise: 2 give ``(0, 1, 1, 0)``.
+
+    Args:
+        batch_size: samples of this micro-batch.
+        num_devices: as many shards are given.
+        gpu0_bsz: GPU 0's share; None when `shard_sizes` is given.
+        shard_sizes: every device's share of the largest micro-batch; None when `gpu0_bsz` is given.
+        largest_trained: samples of the largest micro-batch trained on so far, 0 before the first.
+        eval_batch_size: with `shard_sizes`, what may be taken at once without gradients.
+        trains: whether this micro-batch is trained on.
+        records: whether gradients are recorded.
+
+    Raises:
+        InvalidSplitError: somebody would get more, or GPU 0 less, than the share it was given.
+    """
+    if shard_sizes is not None:
+        if eval_batch_size is None or batch_size <= sum(shard_sizes):
+            return fit_shards(batch_size, shard_sizes)
+        return _grown_shards(batch_size, shard_sizes, eval_batch_size, records=records)
+    if gpu0_bsz is None:
+        raise InvalidSplitError("got neither gpu0_bsz nor shard_sizes: expected one of them.")
+    if batch_size == 0:
+        return (0,) * num_devices
+    if batch_size <= largest_trained:
+        return fit_shards(batch_size, shards_with_gpu0(largest_trained, num_devices, gpu0_bsz))
+    if batch_size >= gpu0_bsz:
+        return shards_with_gpu0(batch_size, num_devices, gpu0_bsz)
+    if trains:
+        raise InvalidSplitError(
+            f"gpu0_bsz={gpu0_bsz} exceeds the first micro-batch, of {batch_size} samples, by "
+            f"{gpu0_bsz - batch_size}. Use gpu0_bsz <= {batch_size}, or a larger batch."
+        )
+    return even_shards(batch_size, num_devices)
+
+
+def _grown_shards(
+    batch_size: int, shard_sizes: Sequence[int], eval_batch_size: int, *, records: bool
+) -> tuple[int, ...]:
+    """The shards of an evaluation batch larger than any micro-batch trained on."""
+    if batch_size <= eval_batch_size and not records:
+        return share_out(batch_size, shard_sizes)
+    raise InvalidSplitError(
+        f"a batch of {batch_size} samples: expected at most {sum(shard_sizes)} in training (the shards are "
+        f"{tuple(shard_sizes)}), and at most eval_batch_size={eval_batch_size} in evaluation, under torch.no_grad(). "
+        + ("Use SplitConfig.micro_batches, or no_grad()." if records else "Use a smaller batch.")
+    )
+
+
+def share_out(num_samples: int, shard_sizes: Sequence[int]) -> tuple[int, ...]:
+    """`num_samples`, however many, in the proportions of `shard_sizes`, rounded as by `fit_shards`.
+
+    ``share_out(5, (2, 4, 4))`` gives ``(1, 2, 2)``, ``share_out(30, (2, 4, 4))`` gives ``(6, 12,
+    12)``.
     """
     tuned = sum(shard_sizes)
     if tuned == 0:
@@ -84,3 +161,43 @@ def share_out(num_samples: int, shard_sizes: Sequence[int]) -> tuple[int, ...]:
     for device in by_remainder[: num_samples - sum(shares)]:
         shares[device] += 1
     return tuple(shares)
+
+
+def checked_shares(
+    gpu0_bsz: int | None, shard_sizes: Sequence[int] | None, num_devices: int
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """GPU 0's share, or every device's, as given to a wrapper; integers of NumPy's become Python's.
+
+    Raises:
+        InvalidSplitError: both or none is given, a share is no integer of at least 0, or there are
+            not as many shares as devices.
+    """
+    if (gpu0_bsz is None) == (shard_sizes is None):
+        raise InvalidSplitError(
+            f"got gpu0_bsz={gpu0_bsz} and shard_sizes={shard_sizes}: expected one of them. "
+            "gpu0_bsz gives GPU 0's share, shard_sizes every device's."
+        )
+    if shard_sizes is None:
+        share = _as_count(gpu0_bsz)
+        if share is None:
+            raise InvalidSplitError(f"gpu0_bsz is {gpu0_bsz!r}: expected an integer of at least 0, GPU 0's samples.")
+        if share == 0 and num_devices == 1:
+            raise InvalidSplitError("gpu0_bsz=0 on one device leaves the whole batch to nobody: use a larger share.")
+        return share, None
+    given = tuple(shard_sizes)
+    sizes = tuple(size for size in map(_as_count, given) if size is not None)
+    if len(sizes) != len(given) or sum(sizes) == 0:
+        raise InvalidSplitError(f"shard_sizes is {given}: expected integers of at least 0, not all 0.")
+    if len(sizes) != num_devices:
+        raise InvalidSplitError(
+            f"shard_sizes={sizes} has {len(sizes)} shares for {num_devices} devices: expected one for each device."
+        )
+    return None, sizes
+
+
+def _as_count(value: object) -> int | None:
+    """`value` as an int of at least 0; None where it is none, as True and 2.0 are not."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    count = operator.index(value)
+    return count if count >= 0 else None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from splittune.errors import ConfigError
-from splittune.parallel import BalancedDataParallel
+from splittune.parallel.base import SplitModule
 from splittune.split import BatchSplit
 from splittune.training.batches import SampleBatch
 from splittune.training.loss import call_for, check_loss, infer_loss
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 OptimizerLike = optim.Optimizer | Callable[[Any], optim.Optimizer]
 StepFunction = Callable[[nn.Module, Any], Tensor]
-_WRAPPERS = (BalancedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
+_WRAPPERS = (SplitModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class TrainingTask:
             )
         return _with_plain_step(made)
 
-    def loss_of(self, model: BalancedDataParallel, batch: Any) -> tuple[Tensor, Any]:
+    def loss_of(self, model: SplitModule, batch: Any) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, under autocast where the task has it, and what a loop has in its variables besides."""
         with self._autocast(model):
             if self.step_fn is not None:
@@ -124,10 +124,10 @@ class TrainingTask:
             )
         return self.loss_fn or (lambda output, targets: infer_loss(output, targets)[0])
 
-    def _autocast(self, model: BalancedDataParallel) -> AbstractContextManager[Any]:
+    def _autocast(self, model: SplitModule) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(model.device_ids[0].type, dtype=self.autocast_dtype)
+        return torch.autocast(model.devices[0].type, dtype=self.autocast_dtype)
 
     def _check_wrapping(self) -> None:
         """A replica is made of the module as the user wrote it."""
@@ -197,7 +197,7 @@ class TrainingStep:
     def __init__(
         self,
         task: TrainingTask,
-        model: BalancedDataParallel,
+        model: SplitModule,
         optimizer: optim.Optimizer,
         split: BatchSplit,
         samples: SampleBatch,

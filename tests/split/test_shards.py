@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from splittune.errors import InvalidSplitError
-from splittune.split import even_shards, fit_shards, shards_with_gpu0, spread_evenly
+from splittune.split import even_shards, fit_shards, shards_for, shards_with_gpu0, spread_evenly
+from splittune.split.shards import checked_shares
 
 sizes = st.integers(min_value=0, max_value=2000)
 device_counts = st.integers(min_value=1, max_value=16)
@@ -204,3 +208,109 @@ def test_a_negative_micro_batch_is_refused() -> None:
     """Fewer than no samples is an error too."""
     with pytest.raises(InvalidSplitError, match="a micro-batch of -1 samples: expected at least 0"):
         fit_shards(-1, (2, 4, 4))
+
+
+# shards_for
+
+
+EVALUATION = {"eval_batch_size": 40, "trains": False, "records": False}
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "options", "shards"),
+    [
+        # every device's share was given
+        (10, {"shard_sizes": (2, 4, 4)}, (2, 4, 4)),
+        (5, {"shard_sizes": (2, 4, 4)}, (1, 2, 2)),
+        (0, {"shard_sizes": (2, 4, 4)}, (0, 0, 0)),
+        (30, {"shard_sizes": (2, 4, 4), **EVALUATION}, (6, 12, 12)),
+        (5, {"shard_sizes": (2, 4, 4), **EVALUATION}, (1, 2, 2)),
+        # GPU 0's was
+        (13, {"gpu0_bsz": 3}, (3, 4, 3, 3)),
+        (6, {"gpu0_bsz": 3}, (3, 1, 1, 1)),
+        (6, {"gpu0_bsz": 3, "largest_trained": 13}, (1, 2, 1, 2)),
+        (13, {"gpu0_bsz": 3, "largest_trained": 13}, (3, 4, 3, 3)),
+        (20, {"gpu0_bsz": 3, "largest_trained": 13}, (3, 6, 6, 5)),
+        (2, {"gpu0_bsz": 3, "trains": False}, (0, 1, 1, 0)),
+        (0, {"gpu0_bsz": 3}, (0, 0, 0, 0)),
+    ],
+)
+def test_a_wrappers_shards_worked(batch_size: int, options: dict[str, Any], shards: tuple[int, ...]) -> None:
+    """The numbers of the docstring, and their neighbours."""
+    assert shards_for(batch_size, num_devices=len(shards), **options) == shards
+
+
+@given(case=tuned_and_shorter(), trains=st.booleans(), evaluation=st.none() | st.integers(1, 3000))
+def test_within_the_tuned_shards_it_is_fit_shards(
+    case: tuple[tuple[int, ...], int], trains: bool, evaluation: int | None
+) -> None:
+    """A micro-batch that is no larger than the tuned one is spread alike in training and evaluation."""
+    tuned, size = case
+    got = shards_for(
+        size, num_devices=len(tuned), shard_sizes=tuned, eval_batch_size=evaluation, trains=trains, records=trains
+    )
+    assert got == fit_shards(size, tuned)
+
+
+@given(tuned=tuned_shards.filter(any), size=sizes, evaluation=sizes)
+def test_an_evaluation_may_grow_up_to_its_limit(tuned: tuple[int, ...], size: int, evaluation: int) -> None:
+    """Without gradients every sample has a device, in proportion to within one; beyond the limit it is refused."""
+    options: dict[str, Any] = {"num_devices": len(tuned), "shard_sizes": tuned, "eval_batch_size": evaluation}
+    if size > max(evaluation, sum(tuned)):
+        with pytest.raises(InvalidSplitError, match=f"a batch of {size} samples"):
+            shards_for(size, trains=False, records=False, **options)
+        return
+    shards = shards_for(size, trains=False, records=False, **options)
+    assert sum(shards) == size
+    assert all(abs(shard - Fraction(size * own, sum(tuned))) < 1 for shard, own in zip(shards, tuned, strict=True))
+    if size > sum(tuned):
+        with pytest.raises(InvalidSplitError, match=r"or no_grad\(\)"):
+            shards_for(size, records=True, **options)
+
+
+@given(num_devices=st.integers(2, 8), largest=st.integers(1, 500), data=st.data())
+def test_gpu0_never_gets_more_than_its_share(num_devices: int, largest: int, data: st.DataObject) -> None:
+    """It gets exactly that of the largest micro-batch; of a smaller one nobody gets more than of that."""
+    gpu0_bsz = data.draw(st.integers(0, largest))
+    size = data.draw(st.integers(0, 2 * largest))
+    trains = data.draw(st.booleans())
+    shards = shards_for(size, num_devices=num_devices, gpu0_bsz=gpu0_bsz, largest_trained=largest, trains=trains)
+    assert sum(shards) == size
+    if size >= largest:
+        assert shards[0] == gpu0_bsz
+    else:
+        most = shards_with_gpu0(largest, num_devices, gpu0_bsz)
+        assert all(shard <= own for shard, own in zip(shards, most, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "options", "message"),
+    [
+        (2, {"gpu0_bsz": 3}, "gpu0_bsz=3 exceeds the first micro-batch, of 2 samples, by 1. Use gpu0_bsz <= 2"),
+        (11, {"shard_sizes": (2, 4, 4)}, "11 samples does not fit the tuned shards 2 + 4 + 4 = 10"),
+        (11, {"shard_sizes": (2, 4, 4), "eval_batch_size": 40}, "Use SplitConfig.micro_batches, or no_grad()."),
+        (41, {"shard_sizes": (2, 4, 4), **EVALUATION}, "at most eval_batch_size=40 in evaluation"),
+        (3, {}, "got neither gpu0_bsz nor shard_sizes"),
+    ],
+)
+def test_what_a_share_does_not_allow_is_refused(batch_size: int, options: dict[str, Any], message: str) -> None:
+    """With the arithmetic that failed, and what to do."""
+    with pytest.raises(InvalidSplitError, match=re.escape(message)):
+        shards_for(batch_size, num_devices=3, **options)
+
+
+def test_shares_may_be_numpys() -> None:
+    """Integers of NumPy's are integers, and come back as Python's."""
+    share, _ = checked_shares(np.int64(3), None, 2)
+    _, sizes_ = checked_shares(None, np.array([1, 2]), 2)
+    assert (share, sizes_) == (3, (1, 2))
+    assert all(type(size) is int for size in (share, *sizes_))
+
+
+@pytest.mark.parametrize("share", [True, 2.0, -1, np.float64(2), "2"])
+def test_what_is_no_count_is_no_share(share: Any) -> None:
+    """A truth value, a float, a negative number and a string are refused, for one device and for all."""
+    with pytest.raises(InvalidSplitError, match="gpu0_bsz is"):
+        checked_shares(share, None, 2)
+    with pytest.raises(InvalidSplitError, match="shard_sizes is"):
+        checked_shares(None, (1, share), 2)

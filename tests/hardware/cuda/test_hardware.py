@@ -386,7 +386,7 @@ def test_a_model_is_wrapped_for_its_split(install, num_devices):
     assert isinstance(wrapped, BalancedDataParallel)
     assert wrapped.module is model
     assert model.sent_to == [CUDA[2]]
-    assert [torch.device(device) for device in wrapped.device_ids] == devices
+    assert [torch.device(device) for device in wrapped.devices] == devices
     assert wrapped.shard_sizes == even(num_devices).shard_sizes
 
 

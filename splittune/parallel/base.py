@@ -1,0 +1,47 @@
+"""What tuner, hardware, profiler, training and config need of a wrapped model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class SplitModule(nn.Module, ABC):
+    """A module that runs on several devices at once, each with its own share of every micro-batch.
+
+    `Hardware.wrap` and `SplitConfig.wrap` give one; whoever trains it names this class and no
+    wrapper. It is a module rather than a protocol, so that a loop that was written for an nn.Module
+    takes it, for a type checker as well. `BalancedDataParallel` is one.
+    """
+
+    module: nn.Module
+    """The user's own module, which holds the parameters: the same object that was wrapped."""
+    devices: tuple[torch.device, ...]
+    """Where its shards run, in the order of the shares; the first is 'GPU 0'."""
+    output_device: torch.device
+    """Where outputs are joined."""
+
+    @property
+    @abstractmethod
+    def computes_loss(self) -> bool:
+        """Whether calling it, ``model(inputs, targets)``, gives the loss rather than outputs."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Forwards inside leave their gradients in place; the next one outside brings all home."""
+
+    @abstractmethod
+    def to_output(self, tree: Any) -> Any:
+        """`tree` with every tensor where the outputs are: for targets."""
+
+    @abstractmethod
+    def weight_of(self, batch: Any, num_samples: int) -> float:
+        """How much a batch of the loader, or a part, counts: its samples, unless told otherwise."""
+
+    def unwrap(self) -> nn.Module:
+        """The module that was wrapped: the same object, with its parameters."""
+        return self.module
