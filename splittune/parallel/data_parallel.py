@@ -16,7 +16,14 @@ from splittune.parallel.link import Link, TorchLink
 from splittune.parallel.nesting import batch_size_of, map_tensors, slice_arguments, tensors_of
 from splittune.parallel.outputs import combine_outputs
 from splittune.parallel.replica_loss import LossFunction, ReplicaLoss, WeightFunction
-from splittune.parallel.replicas import ReplicaCall, ReplicaGauge, keep_buffer_updates, replicate, run_replicas
+from splittune.parallel.replicas import (
+    ReplicaCall,
+    ReplicaGauge,
+    keep_buffer_updates,
+    min_shard_size_of,
+    replicate,
+    run_replicas,
+)
 from splittune.parallel.transfer import send
 from splittune.parallel.window.engine import WindowEngine
 from splittune.parallel.window.replica_copies import ReplicaCopies
@@ -38,6 +45,8 @@ class BalancedDataParallel(SplitModule):
 
     Shares are honoured or refused, never changed in silence:
 
+    - a smaller micro-batch trains a module with BatchNorm on fewer devices rather than on a single
+      sample anywhere;
     - with `shard_sizes`, a smaller micro-batch shrinks every shard in proportion
       (`split.fit_shards`), a larger one is refused, save for up to `eval_batch_size` samples under
       ``no_grad()``, which grow every shard in proportion;
@@ -192,6 +201,7 @@ class BalancedDataParallel(SplitModule):
             eval_batch_size=self.eval_batch_size,
             trains=self._trains(),
             records=torch.is_grad_enabled(),
+            min_shard_size=min_shard_size_of(self.module),
         )
 
     def _trains(self) -> bool:

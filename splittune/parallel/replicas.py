@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from splittune.parallel.link import Link
 from splittune.parallel.transfer import broadcast, copy_to_each
 
+# Of a single value per channel there is no variance: torch's BatchNorm raises.
+_MIN_BATCH_NORM_SHARD = 2
+
 
 class ReplicaGauge(Protocol):
     """Is told of every replica's forward, on its device and in its thread: for measuring."""
@@ -62,6 +65,12 @@ def replicate(module: nn.Module, link: Link, positions: Sequence[int]) -> list[n
         rebuild(module, {id(tensor): copy for tensor, copy in zip(originals, [*a, *b], strict=True)})
         for a, b in zip(moved, fixed_copies, strict=True)
     ]
+
+
+def min_shard_size_of(module: nn.Module) -> int:
+    """The fewest samples that a replica can train on: 2 where BatchNorm computes statistics of its shard, else 1."""
+    norms = (child for child in module.modules() if isinstance(child, nn.modules.batchnorm._BatchNorm))
+    return _MIN_BATCH_NORM_SHARD if any(norm.training for norm in norms) else 1
 
 
 def unique_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:

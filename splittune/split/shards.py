@@ -48,13 +48,17 @@ def even_shards(micro_batch_size: int, num_devices: int) -> tuple[int, ...]:
     return shards_with_gpu0(micro_batch_size, num_devices, micro_batch_size // max(num_devices, 1))
 
 
-def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int]) -> tuple[int, ...]:
+def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int], min_shard_size: int = 1) -> tuple[int, ...]:
     """Shard sizes for a micro-batch no larger than the one `shard_sizes` were tuned for.
 
     Each shard shrinks in proportion, rounded by largest remainder (Hamilton's method; ties go to
     the later device, away from GPU 0), so that none exceeds its tuned size: ``fit_shards(5, (2, 4,
     4))`` gives ``(1, 2, 2)``. The wrapper, the search space, the planner and the samplers all call
     this one function.
+
+    Where that leaves a device fewer than `min_shard_size` samples, as BatchNorm cannot train on one, the micro-batch
+    goes to the most devices that all get as many, those with the largest shares: ``fit_shards(5, (2, 4, 4), 2)`` gives
+    ``(0, 2, 3)``. Where no choice of devices does it, the minimum gives way: ``fit_shards(3, (2, 2), 2)`` is ``(1, 2)``.
 
     Raises:
         InvalidSplitError: the micro-batch is larger than the sum of the shards: somebody would
@@ -72,7 +76,28 @@ def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int]) -> tuple[int, 
         )
     # A remainder above zero means the exact share lies below the tuned one, so rounding up never
     # exceeds it.
-    return share_out(micro_batch_size, shard_sizes)
+    shares = share_out(micro_batch_size, shard_sizes)
+    if all(share == 0 or share >= min_shard_size for share in shares):
+        return shares
+    return _on_fewer_devices(micro_batch_size, shard_sizes, min_shard_size) or shares
+
+
+def _on_fewer_devices(micro_batch_size: int, shard_sizes: Sequence[int], min_shard_size: int) -> tuple[int, ...] | None:
+    """The micro-batch on the most devices that can each have `min_shard_size`; None where no number of them can.
+
+    Of as many devices those with the largest shares hold most: if they cannot hold the micro-batch, no others can.
+    """
+    by_size = sorted(range(len(shard_sizes)), key=lambda device: (-shard_sizes[device], -device))
+    for count in range(len(by_size), 0, -1):
+        rest = micro_batch_size - count * min_shard_size
+        spare = [shard_sizes[device] - min_shard_size for device in by_size[:count]]
+        if rest < 0 or min(spare) < 0 or rest > sum(spare):
+            continue
+        chosen = sorted(by_size[:count])
+        extra = share_out(rest, [shard_sizes[device] - min_shard_size for device in chosen])
+        shares = dict(zip(chosen, extra, strict=True))
+        return tuple(min_shard_size + shares[d] if d in shares else 0 for d in range(len(shard_sizes)))
+    return None
 
 
 def shards_for(
@@ -85,6 +110,7 @@ def shards_for(
     eval_batch_size: int | None = None,
     trains: bool = True,
     records: bool = True,
+    min_shard_size: int = 1,
 ) -> tuple[int, ...]:
     """Samples for each device: where a wrapper's micro-batch meets the shares it was given.
 
@@ -109,20 +135,21 @@ def shards_for(
         eval_batch_size: with `shard_sizes`, what may be taken at once without gradients.
         trains: whether this micro-batch is trained on.
         records: whether gradients are recorded.
+        min_shard_size: samples that every device needs which gets any: 2 where BatchNorm trains.
 
     Raises:
         InvalidSplitError: somebody would get more, or GPU 0 less, than the share it was given.
     """
     if shard_sizes is not None:
         if eval_batch_size is None or batch_size <= sum(shard_sizes):
-            return fit_shards(batch_size, shard_sizes)
+            return fit_shards(batch_size, shard_sizes, min_shard_size)
         return _grown_shards(batch_size, shard_sizes, eval_batch_size, records=records)
     if gpu0_bsz is None:
         raise InvalidSplitError("got neither gpu0_bsz nor shard_sizes: expected one of them.")
     if batch_size == 0:
         return (0,) * num_devices
     if batch_size <= largest_trained:
-        return fit_shards(batch_size, shards_with_gpu0(largest_trained, num_devices, gpu0_bsz))
+        return fit_shards(batch_size, shards_with_gpu0(largest_trained, num_devices, gpu0_bsz), min_shard_size)
     if batch_size >= gpu0_bsz:
         return shards_with_gpu0(batch_size, num_devices, gpu0_bsz)
     if trains:

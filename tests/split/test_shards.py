@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from fractions import Fraction
@@ -191,6 +192,65 @@ def test_one_sample_above_is_hamiltons_alabama_paradox() -> None:
 def test_fitted_shards_worked(micro_batch_size: int, tuned: tuple[int, ...], fitted: tuple[int, ...]) -> None:
     """Worked numbers."""
     assert fit_shards(micro_batch_size, tuned) == fitted
+
+
+@given(tuned_and_shorter(), st.integers(min_value=1, max_value=6))
+@example(((4, 9, 9, 10), 13), 2)
+@example(((8, 8, 8, 8), 5), 2)
+def test_a_minimum_moves_samples_and_breaks_nothing(case: tuple[tuple[int, ...], int], least: int) -> None:
+    """For any shards, any shorter micro-batch and any minimum: every sample has a place, nobody exceeds the tuned size."""
+    tuned, micro_batch_size = case
+    fitted = fit_shards(micro_batch_size, tuned, least)
+    assert (len(fitted), sum(fitted)) == (len(tuned), micro_batch_size)
+    assert all(0 <= shard <= most for shard, most in zip(fitted, tuned, strict=True))
+
+
+small_shards = st.lists(st.integers(min_value=0, max_value=7), min_size=1, max_size=4).map(tuple)
+
+
+@given(tuned=small_shards, least=st.integers(min_value=1, max_value=4), data=st.data())
+def test_a_minimum_is_kept_wherever_any_choice_of_shards_keeps_it(
+    tuned: tuple[int, ...], least: int, data: st.DataObject
+) -> None:
+    """Held against every vector of shards there is: as many devices as can be take part, each with the minimum."""
+    micro_batch_size = data.draw(st.integers(min_value=0, max_value=sum(tuned)))
+    choices = [
+        shards
+        for shards in itertools.product(*(range(most + 1) for most in tuned))
+        if sum(shards) == micro_batch_size and all(shard == 0 or shard >= least for shard in shards)
+    ]
+    fitted, plain = fit_shards(micro_batch_size, tuned, least), fit_shards(micro_batch_size, tuned)
+    if plain in choices:
+        assert fitted == plain
+    elif choices:
+        assert fitted in choices
+        assert sum(map(bool, fitted)) == max(sum(map(bool, shards)) for shards in choices)
+    else:
+        assert fitted == plain
+
+
+@given(st.lists(st.integers(min_value=3, max_value=40), min_size=1, max_size=8).map(tuple), st.data())
+def test_two_samples_or_more_always_fit_shards_of_three(tuned: tuple[int, ...], data: st.DataObject) -> None:
+    """Where every device may have 3, no micro-batch of 2 or more leaves anybody a single sample."""
+    micro_batch_size = data.draw(st.integers(min_value=2, max_value=sum(tuned)))
+    assert 1 not in fit_shards(micro_batch_size, tuned, 2)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "tuned", "fitted"),
+    [
+        pytest.param(5, (2, 4, 4), (0, 2, 3), id="docstring"),
+        pytest.param(3, (2, 2), (1, 2), id="docstring, no way to do it"),
+        pytest.param(6, (8, 8, 8, 8), (0, 2, 2, 2), id="a short last batch on three cards of four"),
+        pytest.param(2, (4, 9, 9, 10), (0, 0, 0, 2), id="on one"),
+        pytest.param(11, (4, 9, 9, 10), (2, 3, 3, 3), id="still on all: only the smallest share grows"),
+        pytest.param(1, (4, 4), (0, 1), id="a single sample is a single sample"),
+        pytest.param(9, (1, 4, 4), (1, 4, 4), id="the tuned shards are the tuned shards"),
+    ],
+)
+def test_shards_with_a_minimum_worked(micro_batch_size: int, tuned: tuple[int, ...], fitted: tuple[int, ...]) -> None:
+    """Worked numbers, each with a minimum of 2."""
+    assert fit_shards(micro_batch_size, tuned, 2) == fitted
 
 
 def test_a_micro_batch_beyond_the_tuned_one_is_refused_with_the_arithmetic() -> None:
