@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from splittune.parallel.replicas import hook_tables_of
+
 
 class Snapshot:
     """Model, optimizer, random number generators and the loader's generators at one moment.
 
     Kept: every parameter and buffer (which object, its values, its device), gradients, requires_grad, train or eval mode
-    of each submodule, the optimizer's state, groups and parameters, the generators of torch on the CPU and each CUDA
-    device, of Python and of NumPy where it is loaded, and those the loader was given. `restore` puts all of it back into
-    the same objects and may be called any number of times. Gradients are taken off the parameters, so that they hold no
-    device memory meanwhile. Other attributes of modules, optimizer and loader get back the object they held; what became
-    of the inside of that object, a list that grew say, is not undone.
+    and hooks of each submodule, the optimizer's state, groups and parameters, the generators of torch on the CPU and each
+    CUDA device, of Python and of NumPy where it is loaded, and those the loader was given. `restore` puts all of it back
+    into the same objects and may be called any number of times. Gradients are taken off the parameters, so that they hold
+    no device memory meanwhile. Other attributes of modules, optimizer and loader get back the object they held; what
+    became of the inside of that object, a list that grew say, is not undone.
 
     Args:
         model: what is trained.
@@ -85,16 +87,19 @@ class _SavedAttributes:
 
 
 class _SavedModule:
-    """The attributes of a module, train or eval mode among them, and which tensors and modules it has by what name."""
+    """The attributes of a module, train or eval mode among them; its tensors and modules by name; its hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         self.attributes = _SavedAttributes(module)
-        named: tuple[Any, ...] = (module._parameters, module._buffers, module._modules)
+        named: tuple[Any, ...] = (
+            *(module._parameters, module._buffers, module._modules),
+            *hook_tables_of(module).values(),
+        )
         self.named = [(current, dict(current)) for current in named]
 
     def restore(self) -> None:
         self.attributes.restore()
-        # Moving a module replaces its buffers by new tensors, and a forward pass may assign new ones
+        # Moving a module replaces its buffers by new tensors, and a forward pass may assign new ones or install hooks
         for current, saved in self.named:
             if list(current) != list(saved) or any(current[name] is not saved[name] for name in saved):
                 current.clear()

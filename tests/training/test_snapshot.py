@@ -217,6 +217,21 @@ def test_gradients_come_back_as_the_same_tensors() -> None:
     assert model.frozen[0].weight.grad is None
 
 
+def test_hooks_are_those_that_were_there() -> None:
+    """What a trial's forward installs is gone, what it takes away is back, in the order they were in."""
+    model, _, loader = job()
+    fired: list[str] = []
+    kept = model.first.register_forward_hook(lambda *_: fired.append("first"))
+    model.first.register_forward_hook(lambda *_: fired.append("second"))
+    snapshot = Snapshot(model, None, loader)
+    kept.remove()
+    model.first.register_forward_hook(lambda *_: fired.append("the trial's"))
+    model.norm.register_full_backward_hook(lambda *_: fired.append("the trial's"))
+    restore(snapshot)
+    model(torch.randn(4, 4)).backward()
+    assert fired == ["first", "second"]
+
+
 def test_a_sparse_gradient_comes_back() -> None:
     """An embedding's sparse gradient is put back too."""
     model = nn.Embedding(5, 3, sparse=True)
