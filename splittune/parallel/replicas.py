@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
@@ -16,6 +17,17 @@ from splittune.parallel.transfer import broadcast, copy_to_each
 
 # Of a single value per channel there is no variance: torch's BatchNorm raises.
 _MIN_BATCH_NORM_SHARD = 2
+
+# Private, but nn.Module's __setstate__ knows them by these names too; tests/parallel/test_replicas.py checks the list.
+_HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 class ReplicaGauge(Protocol):
@@ -107,9 +119,16 @@ def _bare_replica(module: nn.Module) -> nn.Module:
     # Private, and the very hook that torch's replicate() calls: subclasses override it.
     # tests/parallel checks it.
     replica: nn.Module = module._replicate_for_data_parallel()
+    # torch's share the module's own tables: what a replica's forward installs would pile up there, once a replica
+    replica.__dict__.update({name: table.copy() for name, table in hook_tables_of(module).items()})
     if "_compiled_call_impl" in replica.__dict__:  # after module.compile(): it would run the original module
         replica.__dict__["_compiled_call_impl"] = None
     return replica
+
+
+def hook_tables_of(module: nn.Module) -> dict[str, OrderedDict[int, Any]]:
+    """The tables of hooks that a forward or backward pass runs, by the attribute that holds each."""
+    return {name: module.__dict__[name] for name in _HOOK_TABLES if name in module.__dict__}
 
 
 def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> None:

@@ -7,7 +7,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from splittune.hardware import resolve_hardware
 from splittune.parallel import BalancedDataParallel, Link, TorchLink
-from splittune.parallel.replicas import replicate
+from splittune.parallel.replicas import hook_tables_of, replicate
 from splittune.split import BatchSplit
 from tests.parallel.models import CPU, MODELS, WIDTH, Call, ThreadedLink, loss_of, mlp, vectors
 
@@ -198,6 +198,63 @@ def test_a_buffer_saved_for_somebodys_backward_stays_usable() -> None:
     regulariser = (module.scale * module.weights).sum()
     (wrap(module, 0, 2)(torch.ones(2)).sum() + regulariser).backward()
     assert module.scale.grad == 2 + 5
+
+
+class Captures(nn.Module):
+    """Installs a hook at its first forward and marks itself, as models do that collect their layers' outputs."""
+
+    collecting: ClassVar[list[Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        if not getattr(self, "is_hooked", False):
+            self.layer.register_forward_hook(lambda module, args, output: Captures.collecting.append(output))
+            self.is_hooked = True
+        Captures.collecting = captured = []
+        return self.layer(x), captured
+
+
+def hooks_of(module: nn.Module) -> int:
+    return sum(len(table) for child in module.modules() for table in hook_tables_of(child).values())
+
+
+@pytest.mark.parametrize("engine", ["window", "torch"])
+@pytest.mark.parametrize("shards", [(1, 2, 2), (0, 2, 3), (5,)])
+def test_hooks_that_a_forward_installs_work_and_do_not_pile_up(engine: str, shards: tuple[int, ...]) -> None:
+    """However often it is called, each forward captures once; the module has one hook at most, its own."""
+    module = Captures()
+    model = BalancedDataParallel(module=module, shard_sizes=shards, device_ids=["cpu"] * len(shards), engine=engine)
+    for _ in range(3):
+        output, captured = model(vectors(5))
+        assert len(captured) == 1
+        assert torch.equal(captured[0], output)
+        output.sum().backward()
+        assert hooks_of(module) <= 1
+    output, captured = module(vectors(5))
+    assert len(captured) == 1
+
+
+def test_every_table_of_hooks_is_known() -> None:
+    """What nn.Module keeps hooks in, state_dict's aside: should torch add a table, look here first."""
+    tables = {name for name, value in nn.Module().__dict__.items() if "_hooks" in name and "state_dict" not in name}
+    assert set(hook_tables_of(nn.Module())) == tables
+
+
+def test_a_hook_that_comes_or_goes_within_a_window_is_seen() -> None:
+    """Copies serve a whole window of micro-batches; a hook registered meanwhile runs from the next forward on."""
+    module, calls = mlp(), []
+    model = wrap(module, 2, 3)
+    with model.no_sync():
+        model(vectors(5)).sum().backward()
+        handle = module.register_forward_hook(lambda *_: calls.append(1))
+        model(vectors(5)).sum().backward()
+        assert len(calls) == 2
+        handle.remove()
+        model(vectors(5)).sum().backward()
+    assert len(calls) == 2
 
 
 def test_forward_hooks_run_in_every_replica() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splittune.parallel.link import Link
-from splittune.parallel.replicas import rebuild, unique_tensors
+from splittune.parallel.replicas import hook_tables_of, rebuild, unique_tensors
 from splittune.parallel.transfer import copy_to_each
 
 
@@ -34,7 +34,8 @@ class ModuleState:
         """Versions and storages of tensors, and the identity of all that hangs on the modules."""
         parts: list[Any] = []
         for child in module.modules():
-            parts += [child, *child.__dict__.values(), *child._modules.values()]
+            hooks = [hook for table in hook_tables_of(child).values() for hook in table.values()]
+            parts += [child, *child.__dict__.values(), *child._modules.values(), *hooks]
         parameters, buffers = tuple(module.parameters()), tuple(module.buffers())
         learning = tuple((id(p), *version_of(p), p.requires_grad) for p in parameters)
         return cls(
