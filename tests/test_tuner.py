@@ -258,6 +258,10 @@ def loss_of_nan(output: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, targets) * float("nan")
 
 
+def past_the_wrapper(model: Any, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model.module(batch[0]), batch[1])
+
+
 EMPTY = DataLoader(TensorDataset(torch.zeros(3, 12), torch.zeros(3, 1)), batch_size=4, drop_last=True)
 
 
@@ -288,6 +292,14 @@ EMPTY = DataLoader(TensorDataset(torch.zeros(3, 12), torch.zeros(3, 1)), batch_s
         (job_with(model=nn.ReLU()), {}, ConfigError, "ReLU has no trainable parameter"),
         (job_with(loss_fn=torch.sub), {}, ConfigError, r"loss of shape \(\d+, 1\): expected a scalar.*mean"),
         (job_with(loss_fn=loss_of_nan), {}, ConfigError, "loss of nan: expected a finite number"),
+        (job_with(loss_fn=None), {"step_fn": past_the_wrapper}, ConfigError, r"never called it.*expected model\(\.\.\.\)"),
+        (job_with(loss_fn=None), {"step_fn": lambda model, batch: None}, ConfigError, "step_fn gave a NoneType: expected"),
+        (
+            job_with(loss_fn=None),
+            {"step_fn": lambda model, batch: model(batch[0]).mean().item()},
+            ConfigError,
+            "step_fn gave a float: expected a tensor",
+        ),
         (job_with(loader=EMPTY), {}, ConfigError, "the loader is empty.*drop_last"),
         (job_with(loader=[{"name": ["a"]}]), {}, ConfigError, "batch 0 of the loader: a batch with no tensor"),
         (job_with(loader=[(torch.zeros(4, 12), torch.zeros(3, 1))]), {}, ConfigError, r"\[0\] has 4, \[1\] has 3"),

@@ -94,10 +94,14 @@ class TrainingTask:
         return _with_plain_step(made)
 
     def loss_of(self, model: SplitModule, batch: Any) -> tuple[Tensor, Any]:
-        """The loss of one micro-batch, under autocast where the task has it, and what a loop has in its variables besides."""
+        """The loss of one micro-batch, under autocast where the task has it, and what a loop has in its variables besides.
+
+        Raises:
+            ConfigError: `step_fn` computed it past `model`, so that no device but one had any part in it.
+        """
         with self._autocast(model):
             if self.step_fn is not None:
-                return self.step_fn(model, batch), None
+                return _loss_through(model, self.step_fn, batch), None
             call = call_for(batch, has_loss_fn=self.loss_fn is not None)
             if model.computes_loss:
                 return model(*call.args, call.targets, **call.kwargs), None
@@ -179,6 +183,29 @@ class TrainingTask:
         if message not in self._said:
             self._said.add(message)
             logger.info(message)
+
+
+def _loss_through(model: nn.Module, step_fn: StepFunction, batch: Any) -> Tensor:
+    """What `step_fn` returns, if it called `model` for it, with gradients where they are recorded.
+
+    Raises:
+        ConfigError: it gave a loss and did not.
+    """
+    called: list[bool] = []
+    hook = model.register_forward_pre_hook(lambda *_: called.append(torch.is_grad_enabled()))
+    try:
+        loss = step_fn(model, batch)
+    finally:
+        hook.remove()
+    if isinstance(loss, Tensor) and torch.is_grad_enabled() and not any(called):
+        how = "called it under no_grad() only" if called else "never called it"
+        raise ConfigError(
+            f"step_fn gave a loss and {how}, the model it was given: expected model(...) in it, for that is what spreads the "
+            "batch over the devices. model.module, model.forward() and a model from outside step_fn run on one device, and "
+            "nothing is measured. Call the model itself; where the step is a method of your module, such as training_step, "
+            "tune a module whose forward() is that method."
+        )
+    return loss
 
 
 def _with_plain_step(optimizer: optim.Optimizer) -> optim.Optimizer:

@@ -195,6 +195,36 @@ def test_what_step_fn_returns_is_checked_by_its_name() -> None:
         step_of(task(step_fn=lambda model, batch: None), two_steps()).micro_step()
 
 
+PAST_THE_WRAPPER: dict[str, tuple[Callable[[nn.Module], Callable[..., Tensor]], str]] = {
+    "model.module": (lambda bare: lambda model, batch: model.module(batch[0]).mean(), "never called it"),
+    "closure": (lambda bare: lambda model, batch: bare(batch[0]).mean(), "never called it"),
+    "forward": (lambda bare: lambda model, batch: model.forward(batch[0]).mean(), "never called it"),
+    "no_grad": (
+        lambda bare: lambda model, batch: (torch.no_grad()(model)(batch[0]) - bare(batch[0])).mean(),
+        r"called it under no_grad\(\) only",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", PAST_THE_WRAPPER)
+def test_a_step_past_the_wrapper_is_refused(how: str) -> None:
+    """A step that runs the bare model measures nothing: it is refused with the way on, and no hook stays."""
+    make, words = PAST_THE_WRAPPER[how]
+    bare = make_model()
+    job = task(model=bare, step_fn=make(bare))
+    model = wrapped(bare)
+    with pytest.raises(ConfigError, match=rf"step_fn gave a loss and {words}.*expected model\(\.\.\.\) in it.*forward\(\)"):
+        job.loss_of(model, BATCH)
+    assert not model._forward_pre_hooks
+
+
+def test_what_is_evaluated_need_not_be_trained() -> None:
+    """Without gradients nothing is said of which model a step calls, and a step may call it more than once."""
+    job = task(step_fn=lambda model, batch: model(batch[0]).mean() - model(batch[0]).mean())
+    with torch.no_grad():
+        assert job.loss_of(wrapped(job.model), BATCH)[0] == 0
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_forward_and_loss_run_under_autocast(dtype: torch.dtype | None) -> None:
     """With an autocast dtype the forward pass computes in it, in every replica; the parameters stay as they are."""
