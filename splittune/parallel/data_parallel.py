@@ -64,8 +64,9 @@ class BalancedDataParallel(SplitModule):
         dim: the dimension of inputs and outputs that counts samples.
         shard_sizes: samples for each device, for the largest micro-batch.
         loss_fn: computes the loss in each replica, on its own device: call
-            ``model(inputs, targets)``, the targets last, and get the loss of the whole micro-batch.
-            No output is gathered.
+            ``model(inputs, targets)``, the targets last of the positional arguments
+            (``model(targets, **inputs)``), and get the loss of the whole micro-batch. No output is
+            gathered.
         weight_fn: ``weight_fn(targets)``, what the loss is a mean over where that is not samples:
             the number of tokens.
         engine: "window" copies parameters out, and adds gradients up, once for each window of
@@ -171,7 +172,7 @@ class BalancedDataParallel(SplitModule):
             raise ConfigError(
                 f"weight_fn needs batches of inputs and targets, and this one is a {type(batch).__name__}."
             )
-        return self._loss.weight_of(self._targets_of(batch), num_samples)
+        return self._loss.weight_of(self._targets_of(batch, {}), num_samples)
 
     def to_output(self, tree: Any) -> Any:
         """`tree` with every tensor on the output device, where the outputs are: for targets."""
@@ -231,7 +232,7 @@ class BalancedDataParallel(SplitModule):
             cut = slice_arguments(*call, start, start + size, self.dim, sum(shards))
             weight = float(size)
             if self._loss is not None:
-                weight = self._loss.weight_of(self._targets_of(cut[0]), size)
+                weight = self._loss.weight_of(self._targets_of(*cut), size)
             args, kwargs = map_tensors(partial(send, link=link, place=place), cut)
             where = f"replica {position} on device {self._name_of(position)}, a shard of {size} samples"
             calls.append(
@@ -247,11 +248,12 @@ class BalancedDataParallel(SplitModule):
             )
         return calls
 
-    def _targets_of(self, args: Sequence[Any]) -> Any:
-        if len(args) < 2:
+    def _targets_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not args or len(args) + len(kwargs) < 2:
             raise ConfigError(
-                f"the wrapper has a loss_fn and was called with {len(args)} positional arguments: expected the model's "
-                "inputs and then the targets, loss = model(inputs, targets)."
+                f"the wrapper has a loss_fn and was called with {len(args)} positional arguments and {len(kwargs)} keywords: "
+                "expected the model's inputs and then the targets, loss = model(inputs, targets), or "
+                "loss = model(targets, **inputs) where the inputs are keywords."
             )
         return args[-1]
 

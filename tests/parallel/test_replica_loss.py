@@ -74,6 +74,34 @@ def test_the_loss_and_its_gradient_are_those_of_one_device(shards: list[int], en
     assert_same(gradients(model), theirs)
 
 
+class ByName(nn.Module):
+    """Takes its inputs as keywords, as models that are fed dicts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, *, x: Tensor, scale: float = 1.0) -> Tensor:
+        output: Tensor = self.net(x) * scale
+        return output
+
+
+@settings(max_examples=20)
+@given(shards=st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any))
+def test_inputs_may_be_keywords(shards: list[int]) -> None:
+    """``model(targets, **inputs)``: for any shard vector the loss and its gradient are those of one device."""
+    inputs, targets = batch_of(sum(shards))
+    expected, theirs = on_one_device(functional.cross_entropy, inputs, targets)
+    model = ByName()
+    wrapped = BalancedDataParallel(
+        module=model, shard_sizes=shards, device_ids=["cpu"] * len(shards), loss_fn=functional.cross_entropy
+    )
+    loss = wrapped(targets, x=inputs, scale=1.0)
+    loss.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    assert_same(gradients(model), theirs)
+
+
 @settings(max_examples=30)
 @example(sizes=[3, 3, 3], ignored=set(range(5)))  # the first micro-batch, and shards of the second, count nothing
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), ignored=st.sets(st.integers(0, 23)))
@@ -164,8 +192,10 @@ def test_misuse_is_told() -> None:
     """Targets left out, a weight that is no number, and a weight without a loss say what was expected."""
     inputs, targets = batch_of(4)
     wrapped = BalancedDataParallel(1, net(), ["cpu"] * 2, loss_fn=functional.cross_entropy)
-    with pytest.raises(ConfigError, match=r"called with 1 positional arguments.*loss = model\(inputs, targets\)"):
+    with pytest.raises(ConfigError, match=r"called with 1 positional arguments and 0 keywords.*model\(inputs, targets\)"):
         wrapped(inputs)
+    with pytest.raises(ConfigError, match=r"called with 0 positional arguments and 2 keywords.*model\(targets, \*\*inp"):
+        wrapped(input=inputs, target=targets)
     wrapped = BalancedDataParallel(
         1, net(), ["cpu"] * 2, loss_fn=functional.cross_entropy, weight_fn=lambda targets: "many"
     )
@@ -173,6 +203,29 @@ def test_misuse_is_told() -> None:
         wrapped(inputs, targets)
     with pytest.raises(ConfigError, match="weight_fn is given without loss_fn"):
         BalancedDataParallel(1, net(), ["cpu"] * 2, weight_fn=len)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), torch.tensor(float("nan"))])
+def test_a_weight_that_cannot_weigh_is_refused(weight: Any) -> None:
+    """A weight that is negative, infinite or no number at all is refused, in the loop and in the wrapper."""
+    inputs, targets = batch_of(4)
+    wrapped = BalancedDataParallel(
+        1, net(), ["cpu"] * 2, loss_fn=functional.cross_entropy, weight_fn=lambda targets: weight
+    )
+    split = BatchSplit.even(global_batch_size=4, accumulation_steps=2, num_devices=2)
+    for refused in (lambda: wrapped(inputs, targets), lambda: cut_batch((inputs, targets), split, wrapped.weight_of)):
+        with pytest.raises(ConfigError, match=f"weight_fn gave {float(weight)}: expected a finite number of at least 0"):
+            refused()
+
+
+def test_a_batch_that_weighs_nothing_is_refused() -> None:
+    """Where weight_fn gives 0 for all of a batch there is nothing to learn from, and it says so."""
+    wrapped = BalancedDataParallel(
+        1, net(), ["cpu"] * 2, loss_fn=functional.cross_entropy, weight_fn=lambda targets: 0
+    )
+    split = BatchSplit.even(global_batch_size=4, accumulation_steps=2, num_devices=2)
+    with pytest.raises(ConfigError, match="the batch counts 0 by weight_fn: expected more"):
+        cut_batch(batch_of(4), split, wrapped.weight_of)
 
 
 def test_a_copy_of_the_wrapper_keeps_its_loss() -> None:
