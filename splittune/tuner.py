@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -34,6 +35,9 @@ from splittune.training import TrainingTask
 from splittune.training.loader_rate import describe_slow_loader
 from splittune.training.task import OptimizerLike, StepFunction
 
+logger = logging.getLogger(__name__)
+
+_LEFT_OUT = 'of loss_placement="either", %r is left out: %s'
 Devices = str | Sequence[str | int | torch.device] | None
 
 
@@ -146,6 +150,9 @@ def tune(runner: Runner, options: SearchOptions, observer: Observer) -> TuneResu
     """`autotune` for a job wherever its trials run: profile, search, confirm, and leave the job as it was found."""
     try:
         job = runner.open(options.placements)
+        if job.no_replica_loss is not None:
+            logger.warning(_LEFT_OUT, "replica", job.no_replica_loss)
+            options = replace(options, loss_placement="output")
         space = space_for(job, options.shares)
         headroom = headroom_for(job.cards, options.min_headroom_bytes)
         observer.on_start(job.cards, space, options.max_trials)
@@ -190,13 +197,20 @@ def tune(runner: Runner, options: SearchOptions, observer: Observer) -> TuneResu
 
 
 def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequence[LossPlacement]) -> SearchResult:
-    """The best over one search for each placement, beside the first one's baseline; one may find nothing that fits."""
+    """The best over one search for each placement, beside the first one's baseline; one may find nothing that fits.
+
+    Of two placements one that cannot be run is left out, with a word.
+    """
     results: list[SearchResult] = []
-    failures: list[NoFeasibleSplitError] = []
+    failures: list[NoFeasibleSplitError | ConfigError] = []
     for placement in placements:
         try:
             results.append(search(placement))
         except NoFeasibleSplitError as error:  # noqa: PERF203  two turns at most
+            failures.append(error)
+        except ConfigError as error:
+            if len(placements) > 1:
+                logger.warning(_LEFT_OUT, placement, error)
             failures.append(error)
     if not results:
         raise failures[0]

@@ -14,6 +14,7 @@ from torch.nn import functional
 from splittune import SplitConfig, autotune
 from splittune.errors import ConfigError
 from splittune.hardware import resolve_hardware
+from splittune.parallel.replica_loss import ReplicaLoss
 from splittune.report import TuneResult, trials_table
 
 # Many classes and little else: what GPU 0 gathers is most of what it holds.
@@ -80,6 +81,93 @@ def test_wrapping_without_the_loss_warns(result: TuneResult) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result.config.wrap(job()[0], functional.cross_entropy)
+
+
+class ByName(nn.Module):
+    """Fed with a dict, as transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.net(x)
+        return output
+
+
+X, Y = torch.randn(16, 8), torch.arange(16) % 3
+BATCHES = {
+    "dict, loss_fn": ({"x": X, "label": Y}, functional.cross_entropy),
+    "dict": ({"x": X, "label": Y}, None),
+    "(dict, y)": (({"x": X}, Y), None),
+    "(dict, y), loss_fn": (({"x": X, "id": Y}, Y), functional.cross_entropy),
+}
+
+
+@pytest.mark.parametrize("placement", ["replica", "either"])
+@pytest.mark.parametrize("form", BATCHES)
+def test_inputs_in_a_dict_can_be_searched_too(form: str, placement: str) -> None:
+    """Dict batches and (dict, y) run with the loss in the replicas, and nothing is left out."""
+    batch, loss_fn = BATCHES[form]
+    options: dict[str, object] = {"loss_placement": placement, "max_trials": 2, "progress": False}
+    tuned = autotune(ByName(), [batch], loss_fn=loss_fn, devices="2xT4", **options)  # type: ignore[arg-type]
+    assert "replica" in {trial.measurement.loss_placement for trial in tuned.trials}
+
+
+def test_a_placement_that_cannot_be_is_left_out_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """With "either", a step of the user's own is searched with the loss where it is, with all trials."""
+    model, loader = job()
+    tuned = autotune(
+        model,
+        loader,
+        step_fn=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        devices="2xRTX3090",
+        max_trials=3,
+        loss_placement="either",
+        progress=False,
+    )
+    assert sum(trial.kind != "confirm" for trial in tuned.trials) == 3
+    assert {trial.measurement.loss_placement for trial in tuned.trials} == {"output"}
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning.startswith("of loss_placement=\"either\", 'replica' is left out: the loss cannot be placed")
+
+
+class WantsItsTargets(ByName):
+    """Returns (logits, loss), and no loss unless it is given its targets."""
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        logits = self.net(x)
+        return logits, None if targets is None else functional.cross_entropy(logits, targets)
+
+
+def test_a_model_that_computes_its_loss_from_targets_is_given_them(caplog: pytest.LogCaptureFixture) -> None:
+    """(x, y) batches for a model of (logits, loss) just work; "either" leaves the replicas out, where the loss is already."""
+    with caplog.at_level("INFO", logger="splittune"):
+        tuned = autotune(
+            WantsItsTargets(), [(X, Y)], devices="2xT4", max_trials=3, loss_placement="either", progress=False
+        )
+    assert {trial.measurement.loss_placement for trial in tuned.trials} == {"output"}
+    assert "WantsItsTargets.forward(x, targets=...) is given the targets as targets=" in caplog.text
+    assert "'replica' is left out: the loss cannot be placed in the replicas: batches hold no targets" in caplog.text
+
+
+def test_a_placement_that_fails_in_its_trials_is_left_out_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What shows only when it runs costs that placement's search, not the other one's; alone it is raised."""
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("this loss cannot be copied.")
+
+    def tune(placement: str) -> TuneResult:
+        options: dict[str, object] = {"loss_placement": placement, "max_trials": 1, "progress": False}
+        return autotune(ByName(), [(X, Y)], devices="2xT4", **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReplicaLoss, "on", refuse)
+    assert tune("either").best.loss_placement == "output"
+    assert "'replica' is left out: this loss cannot be copied." in caplog.text
+    with pytest.raises(ConfigError, match="this loss cannot be copied"):
+        tune("replica")
 
 
 @pytest.mark.parametrize(

@@ -292,8 +292,18 @@ EMPTY = DataLoader(TensorDataset(torch.zeros(3, 12), torch.zeros(3, 1)), batch_s
         (job_with(model=nn.ReLU()), {}, ConfigError, "ReLU has no trainable parameter"),
         (job_with(loss_fn=torch.sub), {}, ConfigError, r"loss of shape \(\d+, 1\): expected a scalar.*mean"),
         (job_with(loss_fn=loss_of_nan), {}, ConfigError, "loss of nan: expected a finite number"),
-        (job_with(loss_fn=None), {"step_fn": past_the_wrapper}, ConfigError, r"never called it.*expected model\(\.\.\.\)"),
-        (job_with(loss_fn=None), {"step_fn": lambda model, batch: None}, ConfigError, "step_fn gave a NoneType: expected"),
+        (
+            job_with(loss_fn=None),
+            {"step_fn": past_the_wrapper},
+            ConfigError,
+            r"never called it.*expected model\(\.\.\.\)",
+        ),
+        (
+            job_with(loss_fn=None),
+            {"step_fn": lambda model, batch: None},
+            ConfigError,
+            "step_fn gave a NoneType: expected",
+        ),
         (
             job_with(loss_fn=None),
             {"step_fn": lambda model, batch: model(batch[0]).mean().item()},

@@ -71,6 +71,8 @@ class JobFacts:
     """What the loader gives by itself; None on virtual devices, whose time is no clock's, and where it cannot be told."""
     loader_advice: str = ""
     """What would make it faster."""
+    no_replica_loss: str | None = None
+    """Why the loss cannot be placed in the replicas, though either placement was asked for; None where it can."""
 
     @classmethod
     def of(cls, task: TrainingTask, samples: SampleBatch, hardware: DeviceView) -> JobFacts:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from splittune.errors import ConfigError
 from splittune.hardware import Hardware
 from splittune.hardware.oom import is_sticky
 from splittune.profiling.measurement import LossPlacement
@@ -40,9 +42,15 @@ class InProcessRunner:
     def open(self, placements: Sequence[LossPlacement]) -> JobFacts:
         self.snapshot()
         self._samples = read_batches(self._task.loader)
+        no_replica_loss = None
         if "replica" in placements:
-            self._task.loss_in_replica(self._samples.batch)  # says so now if it cannot be
-        return JobFacts.of(self._task, self._samples, self._hardware)
+            try:
+                self._task.loss_in_replica(self._samples.batch)  # says so now if it cannot be
+            except ConfigError as error:
+                if len(placements) == 1:
+                    raise
+                no_replica_loss = str(error)
+        return replace(JobFacts.of(self._task, self._samples, self._hardware), no_replica_loss=no_replica_loss)
 
     def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> Profiler:
         assert self._snapshot is not None, "open() comes first"

@@ -15,7 +15,8 @@ from splittune.errors import ConfigError
 from splittune.parallel.base import SplitModule
 from splittune.split import BatchSplit
 from splittune.training.batches import SampleBatch
-from splittune.training.loss import call_for, check_loss, infer_loss
+from splittune.training.call import Forward, ModelCall, call_for
+from splittune.training.loss import check_loss, infer_loss
 from splittune.training.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ class TrainingTask:
     global_batch_size: int | None = None
     """Samples behind one optimizer step; None for the loader's batch size."""
     _said: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _forward: Forward | None = field(default=None, init=False, repr=False, compare=False)
+    _loss_parameter: str | None = field(default=None, init=False, repr=False, compare=False)
+    """Under what name the model is given the targets, once it is known that it computes the loss from them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -102,16 +106,47 @@ class TrainingTask:
         with self._autocast(model):
             if self.step_fn is not None:
                 return _loss_through(model, self.step_fn, batch), None
-            call = call_for(batch, has_loss_fn=self.loss_fn is not None)
-            if model.computes_loss:
-                return model(*call.args, call.targets, **call.kwargs), None
-            output = model(*call.args, **call.kwargs)
-            targets = model.to_output(call.targets)
-            if self.loss_fn is not None:
-                return self.loss_fn(output, targets), (output, targets)
+            found = self._usual_loss(model, batch)
+            if found is None:  # it has just turned out that the model wants the targets
+                found = self._usual_loss(model, batch)
+            assert found is not None, "that turns out once"
+            return found
+
+    def _usual_loss(self, model: BalancedDataParallel, batch: Any) -> tuple[Tensor, Any] | None:
+        """What `loss_of` gives for a job without `step_fn`; None where it turns out that the model wants the targets."""
+        call = self._call_for(batch)
+        if model.computes_loss:
+            return model(*call.args, call.targets, **call.kwargs), None
+        output = model(*call.args, **call.kwargs)
+        targets = model.to_output(call.targets)
+        if self.loss_fn is not None:
+            return self.loss_fn(output, targets), (output, targets)
+        try:
             loss, origin = infer_loss(output, targets)
-            self._say_once(f"no loss_fn was given: the loss is {origin}.")
-            return loss, (output, targets)
+        except ConfigError:
+            if self._can_give_targets(call):
+                return None
+            raise
+        self._say_once(f"no loss_fn was given: the loss is {origin}.")
+        return loss, (output, targets)
+
+    def _call_for(self, batch: Any) -> ModelCall:
+        """The batch as the model takes it; what was inferred is said."""
+        if self._forward is None:
+            self._forward = Forward(self.model)
+        call = call_for(batch, has_loss_fn=self.loss_fn is not None, forward=self._forward)
+        for said in call.said:
+            self._say_once(f"{said}.")
+        return call if self._loss_parameter is None else call.with_targets_as(self._loss_parameter)
+
+    def _can_give_targets(self, call: ModelCall) -> bool:
+        """Whether the model may compute the loss itself, given the targets; from now on it is given them."""
+        name = None if self._forward is None or call.targets is None else self._forward.loss_parameter()
+        if name is None or name in call.kwargs or self._loss_parameter is not None:
+            return False
+        self._loss_parameter = name
+        self._say_once(f"no loss_fn was given: {self._forward} is given the targets as {name}=, and computes the loss.")
+        return True
 
     def loss_in_replica(self, batch: Any) -> Callable[[Any, Any], Tensor]:
         """The job's loss as each replica can compute it from its own output and targets.
@@ -119,7 +154,7 @@ class TrainingTask:
         Raises:
             ConfigError: the loss is not computed from an output and targets, so there is nothing to move.
         """
-        targets = call_for(batch, has_loss_fn=self.loss_fn is not None).targets
+        targets = None if self.step_fn is not None else self._call_for(batch).targets
         if self.step_fn is not None or not isinstance(targets, Tensor):
             what = "step_fn computes the loss" if self.step_fn is not None else "batches hold no targets"
             raise ConfigError(

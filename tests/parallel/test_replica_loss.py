@@ -192,9 +192,13 @@ def test_misuse_is_told() -> None:
     """Targets left out, a weight that is no number, and a weight without a loss say what was expected."""
     inputs, targets = batch_of(4)
     wrapped = BalancedDataParallel(1, net(), ["cpu"] * 2, loss_fn=functional.cross_entropy)
-    with pytest.raises(ConfigError, match=r"called with 1 positional arguments and 0 keywords.*model\(inputs, targets\)"):
+    with pytest.raises(
+        ConfigError, match=r"called with 1 positional arguments and 0 keywords.*model\(inputs, targets\)"
+    ):
         wrapped(inputs)
-    with pytest.raises(ConfigError, match=r"called with 0 positional arguments and 2 keywords.*model\(targets, \*\*inp"):
+    with pytest.raises(
+        ConfigError, match=r"called with 0 positional arguments and 2 keywords.*model\(targets, \*\*inp"
+    ):
         wrapped(input=inputs, target=targets)
     wrapped = BalancedDataParallel(
         1, net(), ["cpu"] * 2, loss_fn=functional.cross_entropy, weight_fn=lambda targets: "many"
@@ -214,15 +218,15 @@ def test_a_weight_that_cannot_weigh_is_refused(weight: Any) -> None:
     )
     split = BatchSplit.even(global_batch_size=4, accumulation_steps=2, num_devices=2)
     for refused in (lambda: wrapped(inputs, targets), lambda: cut_batch((inputs, targets), split, wrapped.weight_of)):
-        with pytest.raises(ConfigError, match=f"weight_fn gave {float(weight)}: expected a finite number of at least 0"):
+        with pytest.raises(
+            ConfigError, match=f"weight_fn gave {float(weight)}: expected a finite number of at least 0"
+        ):
             refused()
 
 
 def test_a_batch_that_weighs_nothing_is_refused() -> None:
     """Where weight_fn gives 0 for all of a batch there is nothing to learn from, and it says so."""
-    wrapped = BalancedDataParallel(
-        1, net(), ["cpu"] * 2, loss_fn=functional.cross_entropy, weight_fn=lambda targets: 0
-    )
+    wrapped = BalancedDataParallel(1, net(), ["cpu"] * 2, loss_fn=functional.cross_entropy, weight_fn=lambda targets: 0)
     split = BatchSplit.even(global_batch_size=4, accumulation_steps=2, num_devices=2)
     with pytest.raises(ConfigError, match="the batch counts 0 by weight_fn: expected more"):
         cut_batch(batch_of(4), split, wrapped.weight_of)

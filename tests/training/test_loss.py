@@ -1,4 +1,4 @@
-"""What of a batch goes to the model, what of its output is the loss, and which losses are refused."""
+"""What of a model's output is the loss, and which losses are refused."""
 
 from __future__ import annotations
 
@@ -13,67 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from splittune.errors import ConfigError
-from splittune.training.loss import TARGET_KEYS, call_for, check_loss, infer_loss
+from splittune.training.loss import check_loss, infer_loss
 
 X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 2])
 LOSS = torch.tensor(1.5)
-
-
-# call_for
-
-
-@pytest.mark.parametrize(
-    ("batch", "args", "kwargs", "targets"),
-    [
-        ((X, Y), (X,), {}, Y),
-        ([X, Y], (X,), {}, Y),
-        ((X, X, Y), (X, X), {}, Y),
-        (((X, X), Y), (X, X), {}, Y),
-        (([X, 3], Y), (X, 3), {}, Y),
-        (({"a": X, "b": X}, Y), (), {"a": X, "b": X}, Y),
-        ((X, {"ids": Y}), (X,), {}, {"ids": Y}),
-        (({"a": X}, X, Y), ({"a": X}, X), {}, Y),
-        ((X, None), (X,), {}, None),
-        (X, (X,), {}, None),
-        ((X,), (X,), {}, None),
-        ([X], (X,), {}, None),
-        ({"input_ids": X, "labels": Y}, (), {"input_ids": X, "labels": Y}, None),
-        (UserDict({"input_ids": X}), (), {"input_ids": X}, None),
-    ],
-    ids=[
-        "pair", "list", "three entries", "inputs a tuple", "inputs a list", "inputs a dict", "targets a dict",
-        "a dict among inputs", "no targets", "tensor", "tuple of one", "list of one", "dict", "UserDict",
-    ],
-)  # fmt: skip
-def test_a_batch_becomes_a_call(batch: Any, args: Any, kwargs: Any, targets: Any) -> None:
-    """Each way in which a loader nests a batch becomes the arguments of the model and the targets of the loss."""
-    call = call_for(batch, has_loss_fn=False)
-    assert len(call.args) == len(args)
-    assert all(got is expected or got == expected for got, expected in zip(call.args, args, strict=True))
-    assert call.kwargs.keys() == kwargs.keys()
-    assert all(call.kwargs[name] is kwargs[name] for name in kwargs)
-    assert call.targets is targets or call.targets == targets
-
-
-@pytest.mark.parametrize("key", TARGET_KEYS)
-def test_targets_of_a_dict_are_found_by_name(key: str) -> None:
-    """With a loss_fn the targets of a dict are its entry of a known name, and the model gets the others."""
-    call = call_for({"x": X, key: Y}, has_loss_fn=True)
-    assert list(call.kwargs) == ["x"]
-    assert call.targets is Y
-
-
-def test_a_dict_without_known_targets_is_refused() -> None:
-    """With a loss_fn a dict without targets is refused, with its entries and the names that are known."""
-    with pytest.raises(ConfigError, match=r"entries \['x', 'answer'\].*'labels'.*step_fn"):
-        call_for({"x": X, "answer": Y}, has_loss_fn=True)
-
-
-def test_the_batch_is_left_alone() -> None:
-    """The user's dict is never the one whose entries are taken out."""
-    batch = {"x": X, "labels": Y}
-    call_for(batch, has_loss_fn=True)
-    assert list(batch) == ["x", "labels"]
 
 
 # infer_loss
@@ -155,14 +98,20 @@ def test_float_targets_of_the_outputs_shape_mean_mse(shape: tuple[int, ...]) -> 
         (torch.zeros(4, 2), torch.zeros(4, dtype=torch.bool), [r"\(4, 2\)", "bool"]),
         (torch.zeros(4, 2), None, [r"\(4, 2\)", "no targets"]),
         (torch.zeros(4, 2), {"y": Y}, [r"\(4, 2\)", "the targets, a dict"]),
-        ((torch.zeros(4, 2), LOSS), Y, ["the output, a tuple", r"\(3,\)"]),
+        ((torch.zeros(4, 2), None), Y, ["the output, a tuple", r"\(3,\)"]),
+        ((LOSS, LOSS), Y, ["the output, a tuple"]),
+        ({"a": LOSS, "b": X}, Y, ["the output, a dict"]),
+        ({"a": LOSS.clone().requires_grad_(), "accuracy": LOSS}, Y, ["the output, a dict"]),
+        ({"a": torch.tensor(3)}, Y, ["the output, a dict"]),
+        ({}, Y, ["the output, a dict"]),
         (Output(loss=None, logits=X), Y, ["the output, a Output", r"\(3,\)"]),
         ({"loss": None, "logits": X}, None, ["the output, a dict", "no targets"]),
         (None, Y, ["no output"]),
     ],
     ids=[
         "N against N,1", "sizes differ", "a single class", "no classes", "bools", "no targets", "targets a dict",
-        "output a tuple", "loss is None", "dict whose loss is None", "no output",
+        "no scalar in a tuple", "two scalars", "losses and logits", "a loss and a metric", "a count", "an empty dict",
+        "loss is None", "dict whose loss is None", "no output",
     ],
 )  # fmt: skip
 def test_what_cannot_be_inferred_is_refused(output: Any, targets: Any, words: list[str]) -> None:
@@ -171,6 +120,23 @@ def test_what_cannot_be_inferred_is_refused(output: Any, targets: Any, words: li
         infer_loss(output, targets)
     for word in words:
         assert caught.match(word)
+
+
+@pytest.mark.parametrize("output", [(X, LOSS), (LOSS, X), [X, LOSS, None], (X, {"past": X}, LOSS)])
+def test_the_one_scalar_of_a_tuple_is_the_loss(output: Any) -> None:
+    """A tuple with one scalar among its entries, as models with (logits, loss) return it, carries the loss."""
+    loss, origin = infer_loss(output, None)
+    assert loss is LOSS
+    assert f"the one scalar among {len(output)}" in origin
+
+
+def test_a_dict_of_losses_is_their_sum() -> None:
+    """Detectors return their losses by name: what is trained on is the sum, and its names are told."""
+    losses = {"classifier": LOSS.clone().requires_grad_(), "box": (2 * LOSS).requires_grad_()}
+    loss, origin = infer_loss(losses, None)
+    assert loss.item() == 3 * LOSS.item()
+    assert loss.requires_grad
+    assert origin.endswith("classifier, box")
 
 
 # check_loss

@@ -213,7 +213,9 @@ def test_a_step_past_the_wrapper_is_refused(how: str) -> None:
     bare = make_model()
     job = task(model=bare, step_fn=make(bare))
     model = wrapped(bare)
-    with pytest.raises(ConfigError, match=rf"step_fn gave a loss and {words}.*expected model\(\.\.\.\) in it.*forward\(\)"):
+    with pytest.raises(
+        ConfigError, match=rf"step_fn gave a loss and {words}.*expected model\(\.\.\.\) in it.*forward\(\)"
+    ):
         job.loss_of(model, BATCH)
     assert not model._forward_pre_hooks
 
