@@ -215,7 +215,8 @@ def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequen
     if not results:
         raise failures[0]
     best = max((result.best for result in results), key=lambda measurement: measurement.throughput or 0.0)
-    return replace(results[0], best=best, doubts=tuple(dict.fromkeys(d for result in results for d in result.doubts)))
+    warnings = dict.fromkeys(warning for result in results for warning in result.warnings)
+    return replace(results[0], best=best, warnings=tuple(warnings))
 
 
 def _study_name(job: JobFacts, placement: LossPlacement) -> str:
@@ -255,5 +256,5 @@ def _result_of(found: SearchResult, job: JobFacts, headroom: tuple[int, ...], se
         trials=found.trials,
         config=config,
         stopped=found.stopped,
-        doubts=found.doubts if slow is None else (*found.doubts, slow),
+        warnings=found.warnings if slow is None else (*found.warnings, slow),
     )

@@ -31,7 +31,7 @@ class TuneResult:
     config: SplitConfig
     stopped: str = ""
     """Why the search ended: ``"converged"``, ``"max_trials"``, ``"timeout"`` or ``"space exhausted"``."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """What people should know before they rely on it, in sentences: models that did not fit, a loader that is too slow."""
 
     @property
@@ -43,9 +43,12 @@ class TuneResult:
 
     @property
     def explanation(self) -> str:
-        """One paragraph: how far apart the cards are at the best split, what fills the fullest, what would help; doubts."""
+        """One paragraph: how far apart the cards are at the best split, what fills the fullest, what would help.
+
+        The warnings follow.
+        """
         text = explain(self.trials, self.best, self.baseline, self.config.devices, is_modelled=self.config.is_modelled)
-        return " ".join((text, *self.doubts))
+        return " ".join((text, *self.warnings))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``split.json``, ``trials.csv``, ``devices.csv`` and ``explanation.txt`` into `folder`, made if missing.

@@ -48,7 +48,7 @@ class SearchResult:
     stopped: Stopped
     """Why the search ended. "converged": no other split is expected to be faster. "space exhausted": every split is
     measured or ruled out by a failure."""
-    doubts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """What the models of memory and time could not explain, in sentences; empty where they fitted."""
 
     @property

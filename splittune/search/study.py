@@ -145,7 +145,7 @@ class _Search:
             baseline=confirmed.baseline,
             trials=tuple(self.trials),
             stopped=stopped,
-            doubts=self.sampler.doubts(self.attempts) if isinstance(self.sampler, GuidedSampler) else (),
+            warnings=self.sampler.warnings(self.attempts) if isinstance(self.sampler, GuidedSampler) else (),
         )
 
     def _search_one(self, measure: Measure) -> None:

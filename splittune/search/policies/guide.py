@@ -109,7 +109,7 @@ class Guide:
         """Whether any listed split is neither measured nor ruled out; none is where not even the smallest fits."""
         return any(attempt.fits for attempt in attempts) and bool(open_rows(self._listed, attempts).any())
 
-    def doubts(self, attempts: Sequence[Attempt]) -> tuple[str, ...]:
+    def warnings(self, attempts: Sequence[Attempt]) -> tuple[str, ...]:
         """What the models could not explain, in sentences; empty where they fitted."""
         if not any(attempt.measurement.throughput is not None for attempt in attempts):
             return ()

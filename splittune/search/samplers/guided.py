@@ -53,9 +53,9 @@ class GuidedSampler(BaseSampler):
             return None
         return "converged" if self._guide.has_open(attempts) else "space exhausted"
 
-    def doubts(self, attempts: Sequence[Attempt]) -> tuple[str, ...]:
+    def warnings(self, attempts: Sequence[Attempt]) -> tuple[str, ...]:
         """What the models could not explain of the trials, in sentences; empty where they fitted."""
-        return self._guide.doubts(attempts)
+        return self._guide.warnings(attempts)
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
         demand(study, self.demands)

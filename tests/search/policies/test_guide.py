@@ -139,17 +139,17 @@ def test_a_device_filled_by_others_is_left_idle() -> None:
     assert any(attempt.fits and attempt.split == split(8, 1, 8, 0) for attempt in attempts)
 
 
-def test_doubts_of_both_models_are_passed_on() -> None:
-    """Before anything ran there is nothing to doubt; then what either model says is heard."""
+def test_warnings_of_both_models_are_passed_on() -> None:
+    """Before anything ran there is nothing to warn of; then what either model says is heard."""
     problem = job(2, B=64)
     guide = Guide(problem.space(), (0, 0))
-    assert guide.doubts([]) == ()
+    assert guide.warnings([]) == ()
     wild = []
     for i, k in enumerate((32, 16, 8, 4, 2)):
         one = trial(problem, even(64, k, 2), (0, 0)).measurement
         times = tuple(time * (4.0 if i % 2 else 0.5) for time in one.micro_step_times_s)
         wild.append(Attempt(measurement=_with_times(one, times)))
-    assert any("time model" in doubt for doubt in guide.doubts(wild))
+    assert any("time model" in warning for warning in guide.warnings(wild))
 
 
 def _with_times(one: Measurement, times: tuple[float, ...]) -> Measurement:

@@ -145,7 +145,7 @@ class Shuffled:
 @pytest.mark.parametrize("keeps_memory", [True, False], ids=["time", "time and memory"])
 @pytest.mark.parametrize("seed", FEASIBLE[:8])
 def test_against_the_models_form_it_ends_at_the_best_it_measured_and_says_so(seed: int, keeps_memory: bool) -> None:
-    """With the truth shuffled the winner is the best of what was measured, and `doubts` say that models did not fit."""
+    """With the truth shuffled the winner is the best of what was measured, and `warnings` say that models did not fit."""
     shuffled = Shuffled(seed, keeps_memory=keeps_memory)
     space, demands = shuffled.problem.space(), shuffled.problem.min_headroom_bytes
     try:
@@ -159,12 +159,12 @@ def test_against_the_models_form_it_ends_at_the_best_it_measured_and_says_so(see
     assert best.throughput is not None
     assert result.best.throughput >= 0.95 * best.throughput
     if len(outcomes(result)) > 3:
-        assert any("did not fit" in doubt for doubt in result.doubts)
+        assert any("did not fit" in warning for warning in result.warnings)
 
 
 def test_where_the_models_fit_there_is_no_doubt() -> None:
     """A job of the models' own form leaves nothing to be said."""
-    assert search(job(4, B=96, reduce_s=0.001)).doubts == ()
+    assert search(job(4, B=96, reduce_s=0.001)).warnings == ()
 
 
 # --- in a study of one's own -----------------------------------------------------------------------------------------
