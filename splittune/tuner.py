@@ -25,7 +25,7 @@ from splittune.options import (
 from splittune.profiling.drift import anchored
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.report import TuneResult
-from splittune.report.progress import reporter_for
+from splittune.report.progress import callback_for
 from splittune.runners.base import DeviceView, JobFacts, Runner
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, JobSource, WorkerRunner
@@ -41,8 +41,8 @@ _LEFT_OUT = 'of loss_placement="either", %r is left out: %s'
 Devices = str | Sequence[str | int | torch.device] | None
 
 
-class Observer(Protocol):
-    """Is told what a search does, for people to watch."""
+class TuneCallback(Protocol):
+    """Is told what a search does."""
 
     def on_start(self, cards: DeviceView, space: SplitSpace, max_trials: int) -> None: ...
 
@@ -143,10 +143,10 @@ def autotune(
         sampler=sampler,
         seed=seed,
     )
-    return tune(runner, options, reporter_for(progress))
+    return tune(runner, options, callback_for(progress))
 
 
-def tune(runner: Runner, options: SearchOptions, observer: Observer) -> TuneResult:
+def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> TuneResult:
     """`autotune` for a job wherever its trials run: profile, search, confirm, and leave the job as it was found."""
     try:
         job = runner.open(options.placements)
@@ -155,22 +155,22 @@ def tune(runner: Runner, options: SearchOptions, observer: Observer) -> TuneResu
             options = replace(options, loss_placement="output")
         space = space_for(job, options.shares)
         headroom = headroom_for(job.cards, options.min_headroom_bytes)
-        observer.on_start(job.cards, space, options.max_trials)
+        callback.on_start(job.cards, space, options.max_trials)
         trials: list[Trial] = []
 
         def on_trial(trial: Trial) -> None:
             trials.append(replace(trial, number=len(trials)))  # numbered through where there are two searches
-            observer.on_trial(trials[-1])
+            callback.on_trial(trials[-1])
 
         def search(placement: LossPlacement) -> SearchResult:
             profiler = runner.profiler(min_headroom_bytes=headroom, loss_placement=placement)
 
             def measure(split: BatchSplit) -> Measurement:
-                observer.on_measure(split, in_whole_steps=False)
+                callback.on_measure(split, in_whole_steps=False)
                 return profiler.measure(split)
 
             def confirm(split: BatchSplit) -> Measurement:
-                observer.on_measure(split, in_whole_steps=True)
+                callback.on_measure(split, in_whole_steps=True)
                 return profiler.measure_whole_steps(split)
 
             return find_best_split(
@@ -192,7 +192,7 @@ def tune(runner: Runner, options: SearchOptions, observer: Observer) -> TuneResu
         try:
             runner.close()
         finally:
-            observer.on_end()
+            callback.on_end()
     return _result_of(found, job, headroom, options.seed)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.readings import sampled
-from benchmarks.gpu.stage import Findings, Measured, QuietObserver, Stage, demand_of, mib, room_of, tuned
+from benchmarks.gpu.stage import Findings, Measured, QuietCallback, Stage, demand_of, mib, room_of, tuned
 from benchmarks.jobs.gpu_models import tuned_job
 from splittune.hardware import DeviceMemory, Hardware
 from splittune.hardware.virtual import VirtualHardware
@@ -118,7 +118,7 @@ class SlowVirtualHardware(VirtualHardware):
         self.outside_bytes = (self.outside_bytes[0] + num_bytes,)
 
 
-class _Watcher(QuietObserver):
+class _Watcher(QuietCallback):
     """Counts the trials, so that the neighbour takes its memory within one of them."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ def _search(
 
     room_before, demand = room_of(hardware), demand_of(hardware)
     watched = replace(task, loss_fn=loss_that_takes)
-    result = tuned(watched, hardware, observer=watcher, min_headroom_bytes=demand, seed=stage.seed)
+    result = tuned(watched, hardware, callback=watcher, min_headroom_bytes=demand, seed=stage.seed)
     room_after = room_of(hardware)
     disturbed = next((t for t in result.trials if t.measurement.split == watcher.taken_in), None)
     notes = disturbed.measurement.notes if disturbed is not None else ()

@@ -197,7 +197,7 @@ def useful_splits(global_batch_size: int) -> list[BatchSplit]:
     return list(by_size.values())
 
 
-class QuietObserver:
+class QuietCallback:
     """Watches a search without a word; parts look through its eyes."""
 
     def on_start(self, cards: Any, space: SplitSpace, max_trials: int) -> None:
@@ -213,9 +213,9 @@ class QuietObserver:
         """Nothing to see."""
 
 
-def tuned(task: TrainingTask, hardware: Hardware, *, observer: QuietObserver | None = None, **options: Any) -> Any:
+def tuned(task: TrainingTask, hardware: Hardware, *, callback: QuietCallback | None = None, **options: Any) -> Any:
     """`autotune` on hardware at hand."""
-    return tune(InProcessRunner(task, hardware), SearchOptions(**options), observer or QuietObserver())
+    return tune(InProcessRunner(task, hardware), SearchOptions(**options), callback or QuietCallback())
 
 
 def room_of(hardware: Hardware) -> int:

@@ -30,7 +30,7 @@ from splittune.hardware.virtual.catalog import GPUS
 from splittune.options import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, SharesChoice
 from splittune.report import TuneResult, save_tables
 from splittune.report.console import show_memory_plan, show_result
-from splittune.report.progress import ConsoleReporter, SilentReporter, StepReporter
+from splittune.report.progress import ConsoleCallback, SilentCallback, StepCallback
 from splittune.runners.base import DeviceView, Runner
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunner
@@ -172,7 +172,7 @@ def verify_command(
     if eval_batch_size:
         check_writable(split.parent)
     _log_above_the_bar(quiet=quiet)
-    observer = SilentReporter() if quiet else StepReporter(console)
+    callback = SilentCallback() if quiet else StepCallback(console)
     try:
         with _sigterm_as_exit():
             result = verify(
@@ -181,13 +181,13 @@ def verify_command(
                 devices=devices,
                 num_steps=steps,
                 measure_eval_batch_size=eval_batch_size,
-                observer=observer,
+                callback=callback,
             )
     except KeyboardInterrupt:
         console.print("Interrupted; the model is as it was.")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
-        observer.on_end()
+        callback.on_end()
     show_verification(result, console)
     if eval_batch_size and result.config.eval_batch_size is not None:
         result.config.save(split)
@@ -266,15 +266,15 @@ def devices() -> None:
 
 def _tune_and_save(runner: Runner, out: Path, options: SearchOptions, *, quiet: bool) -> TuneResult:
     """Tune and write the files; when it ends early, by Ctrl-C say, the finished trials are written all the same."""
-    observer = _KeepingReporter(SilentReporter() if quiet else ConsoleReporter(console))
+    callback = _KeepingCallback(SilentCallback() if quiet else ConsoleCallback(console))
     _log_above_the_bar(quiet=quiet)
     try:
         with _sigterm_as_exit():
-            result = tune(runner, options, observer)
+            result = tune(runner, options, callback)
     except BaseException as error:
-        if observer.cards is not None and observer.trials:
-            save_tables(out, observer.trials, observer.cards.devices, is_modelled=observer.cards.is_modelled)
-            console.print(f"{len(observer.trials)} finished trials are kept in {out}/trials.csv", highlight=False)
+        if callback.cards is not None and callback.trials:
+            save_tables(out, callback.trials, callback.cards.devices, is_modelled=callback.cards.is_modelled)
+            console.print(f"{len(callback.trials)} finished trials are kept in {out}/trials.csv", highlight=False)
         if isinstance(error, KeyboardInterrupt):
             console.print("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -312,23 +312,23 @@ class _LinesAboveTheBar(logging.Handler):
         console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
 
 
-class _KeepingReporter:
+class _KeepingCallback:
     """Passes everything on, and keeps the finished trials and what they ran on."""
 
-    def __init__(self, reporter: ConsoleReporter | SilentReporter) -> None:
+    def __init__(self, callback: ConsoleCallback | SilentCallback) -> None:
         self.trials: list[Trial] = []
         self.cards: DeviceView | None = None
-        self.on_measure = reporter.on_measure
-        self.on_end = reporter.on_end
-        self._reporter = reporter
+        self.on_measure = callback.on_measure
+        self.on_end = callback.on_end
+        self._callback = callback
 
     def on_start(self, cards: DeviceView, space: SplitSpace, max_trials: int) -> None:
         self.cards = cards
-        self._reporter.on_start(cards, space, max_trials)
+        self._callback.on_start(cards, space, max_trials)
 
     def on_trial(self, trial: Trial) -> None:
         self.trials.append(trial)
-        self._reporter.on_trial(trial)
+        self._callback.on_trial(trial)
 
 
 def _names_cuda_devices(devices: str | None) -> bool:

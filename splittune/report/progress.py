@@ -24,16 +24,16 @@ _WORDS = {
 }
 
 
-def reporter_for(progress: bool, console: Console | None = None) -> ConsoleReporter | SilentReporter:
-    """A reporter on standard error, so that standard output stays the caller's; a silent one for False.
+def callback_for(progress: bool, console: Console | None = None) -> ConsoleCallback | SilentCallback:
+    """A callback on standard error, so that standard output stays the caller's; a silent one for False.
 
     Notebooks get plain lines on standard output: they show the other one as if something were wrong.
     """
     if not progress:
-        return SilentReporter()
+        return SilentCallback()
     if console is None and Console().is_jupyter:
         console = Console(force_jupyter=False, force_terminal=False, width=160)
-    return ConsoleReporter(console or Console(stderr=True))
+    return ConsoleCallback(console or Console(stderr=True))
 
 
 def describe_trial(trial: Trial) -> str:
@@ -42,7 +42,7 @@ def describe_trial(trial: Trial) -> str:
     return f"{shape_of(measurement.split):<22} {_result_of(measurement):<44} {trial.reason}"
 
 
-class SilentReporter:
+class SilentCallback:
     """Shows nothing."""
 
     def on_start(self, cards: DeviceView, space: SplitSpace, max_trials: int) -> None: ...
@@ -58,7 +58,7 @@ class SilentReporter:
     def on_step(self, step: int, num_steps: int, loss: float) -> None: ...
 
 
-class ConsoleReporter:
+class ConsoleCallback:
     """A line for every finished trial; in a terminal also a bar with what is being measured and the best so far."""
 
     def __init__(self, console: Console) -> None:
@@ -105,7 +105,7 @@ class ConsoleReporter:
         self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-class StepReporter:
+class StepCallback:
     """A line for the first and every tenth part of the steps; in a terminal also a bar with what is going on."""
 
     def __init__(self, console: Console) -> None:

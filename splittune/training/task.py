@@ -112,7 +112,7 @@ class TrainingTask:
             assert found is not None, "that turns out once"
             return found
 
-    def _usual_loss(self, model: BalancedDataParallel, batch: Any) -> tuple[Tensor, Any] | None:
+    def _usual_loss(self, model: SplitModule, batch: Any) -> tuple[Tensor, Any] | None:
         """What `loss_of` gives for a job without `step_fn`; None where it turns out that the model wants the targets."""
         call = self._call_for(batch)
         if model.computes_loss:
@@ -226,6 +226,7 @@ def _loss_through(model: nn.Module, step_fn: StepFunction, batch: Any) -> Tensor
     Raises:
         ConfigError: it gave a loss and did not.
     """
+    loss: Any = None
     called: list[bool] = []
     hook = model.register_forward_pre_hook(lambda *_: called.append(torch.is_grad_enabled()))
     try:

@@ -18,7 +18,7 @@ from splittune.errors import ConfigError
 from splittune.hardware import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory, is_sticky
 from splittune.parallel.nesting import batch_size_of, tensors_of
-from splittune.report.progress import SilentReporter
+from splittune.report.progress import SilentCallback
 from splittune.runners.in_process import InProcessRunner, free_leftovers
 from splittune.split.largest import find_largest
 from splittune.training import SampleBatch, TrainingTask, read_batches
@@ -36,7 +36,7 @@ NUM_ROUNDS = 2
 Phase = Literal["training", "evaluation"]
 
 
-class RunObserver(Protocol):
+class VerifyCallback(Protocol):
     """Is told how the run goes, for people to watch."""
 
     def on_activity(self, what: str) -> None: ...
@@ -52,7 +52,7 @@ def verify(
     devices: str | Sequence[str | int | torch.device] | None = None,
     num_steps: int = DEFAULT_NUM_STEPS,
     measure_eval_batch_size: bool = False,
-    observer: RunObserver | None = None,
+    callback: VerifyCallback | None = None,
 ) -> Verification:
     """Train `task` for some steps under `config`, as its user will, and see whether memory keeps to the plan.
 
@@ -73,7 +73,7 @@ def verify(
         num_steps: optimizer steps to train.
         measure_eval_batch_size: also find the largest batch that can be evaluated at once under ``torch.no_grad()``
             between training steps and leaves every device its headroom, to within 5 %; the result's config has it.
-        observer: is told how it goes.
+        callback: is told how it goes.
 
     Raises:
         ConfigError: config and job do not fit together (another batch size, another number of devices), or the job
@@ -87,7 +87,7 @@ def verify(
         runner.snapshot()
         if measure_eval_batch_size:
             config = replace(config, eval_batch_size=None)
-        rehearsal = _Rehearsal(config, task, hardware, observer)
+        rehearsal = _Rehearsal(config, task, hardware, callback)
         result = rehearsal.run(num_steps)
         if measure_eval_batch_size:
             result = rehearsal.with_eval_batch_size(result)
@@ -100,10 +100,10 @@ class _Rehearsal:
     """One job on one piece of hardware, rehearsed under one config."""
 
     def __init__(
-        self, config: SplitConfig, task: TrainingTask, hardware: Hardware, observer: RunObserver | None
+        self, config: SplitConfig, task: TrainingTask, hardware: Hardware, callback: VerifyCallback | None
     ) -> None:
         self._config, self._task, self._hardware = config, task, hardware
-        self._observer: RunObserver = SilentReporter() if observer is None else observer
+        self._callback: VerifyCallback = SilentCallback() if callback is None else callback
         samples = read_batches(task.loader)
         self._loader_batch_size = samples.loader_batch_size
         self._notes = self._check_batch_size()
@@ -113,7 +113,7 @@ class _Rehearsal:
 
     def run(self, num_steps: int) -> Verification:
         """Train and evaluate, with the meter running."""
-        self._observer.on_activity(f"reading up to {num_steps} batches, for the longest")
+        self._callback.on_activity(f"reading up to {num_steps} batches, for the longest")
         self._longest = self._find_longest(num_steps)
         course = _Course()
         lack = self._metered(lambda: self._train(num_steps, course), course)
@@ -160,7 +160,7 @@ class _Rehearsal:
             batch = next(batches)
             course.losses.append(training.step(batch))
             course.read(self._hardware.memory())
-            self._observer.on_step(step, num_steps, course.losses[-1])
+            self._callback.on_step(step, num_steps, course.losses[-1])
             if step in evaluations and can_evaluate:
                 course.where, course.phase = f"the evaluation after step {step}", "evaluation"
                 can_evaluate = self._evaluate(training, batch)
@@ -192,7 +192,7 @@ class _Rehearsal:
 
     def _try_evaluating(self, size: int) -> tuple[bool, tuple[int, ...]]:
         """Whether batches of `size` keep the headroom between training steps, and the evaluation's peak allocated bytes."""
-        self._observer.on_activity(f"evaluating {size} samples at once")
+        self._callback.on_activity(f"evaluating {size} samples at once")
         course = _Course()
         allocated: list[tuple[int, ...]] = []
 

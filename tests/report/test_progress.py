@@ -13,10 +13,10 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.report import TuneResult
 from splittune.report.console import show_memory_plan, show_result
 from splittune.report.progress import (
-    ConsoleReporter,
-    SilentReporter,
+    ConsoleCallback,
+    SilentCallback,
+    callback_for,
     describe_trial,
-    reporter_for,
 )
 from splittune.search import Trial
 from splittune.split import BatchSplit, SplitSpace
@@ -80,15 +80,15 @@ class Screen:
         return self.file.getvalue()
 
 
-def search(reporter: ConsoleReporter | SilentReporter, hardware: FakeHardware | None = None) -> None:
-    reporter.on_start(hardware or FakeHardware(is_modelled=True), SPACE, 24)
-    reporter.on_measure(EVEN, in_whole_steps=False)
-    reporter.on_trial(trial(FAILED, 0))
-    reporter.on_measure(SPLIT, in_whole_steps=False)
-    reporter.on_trial(trial(BEST, 1))
-    reporter.on_measure(SPLIT, in_whole_steps=True)
-    reporter.on_trial(trial(BEST, 2, "confirm"))
-    reporter.on_end()
+def search(callback: ConsoleCallback | SilentCallback, hardware: FakeHardware | None = None) -> None:
+    callback.on_start(hardware or FakeHardware(is_modelled=True), SPACE, 24)
+    callback.on_measure(EVEN, in_whole_steps=False)
+    callback.on_trial(trial(FAILED, 0))
+    callback.on_measure(SPLIT, in_whole_steps=False)
+    callback.on_trial(trial(BEST, 1))
+    callback.on_measure(SPLIT, in_whole_steps=True)
+    callback.on_trial(trial(BEST, 2, "confirm"))
+    callback.on_end()
 
 
 # a search
@@ -98,7 +98,7 @@ def search(reporter: ConsoleReporter | SilentReporter, hardware: FakeHardware | 
 def test_every_trial_is_one_plain_line(width: int) -> None:
     """Where it is no terminal every trial is one line, however narrow, without escape codes."""
     screen = Screen(width=width)
-    search(ConsoleReporter(screen.console))
+    search(ConsoleCallback(screen.console))
     assert "\x1b" not in screen.text
     lines = screen.text.splitlines()
     assert lines[0].startswith("GPU 0  fake: ")
@@ -116,34 +116,34 @@ def test_every_trial_is_one_plain_line(width: int) -> None:
 def test_a_terminal_shows_what_is_measured_and_the_best_so_far() -> None:
     """In a terminal a bar says which trial runs, what is being measured, and the best so far; at the end it is gone."""
     screen = Screen(width=160, is_terminal=True)
-    reporter = ConsoleReporter(screen.console)
-    reporter.on_start(FakeHardware(is_modelled=True), SPACE, 24)
-    reporter.on_trial(trial(BEST, 0))
-    reporter.on_measure(EVEN, in_whole_steps=True)
-    reporter._progress.refresh()
+    callback = ConsoleCallback(screen.console)
+    callback.on_start(FakeHardware(is_modelled=True), SPACE, 24)
+    callback.on_trial(trial(BEST, 0))
+    callback.on_measure(EVEN, in_whole_steps=True)
+    callback._progress.refresh()
     assert "1/24" in screen.text
     assert "in whole steps 4 x (8+8); best 2 x (8+24), 128.0 samples/s (modelled)" in screen.text
-    reporter.on_end()
+    callback.on_end()
     assert screen.text.endswith("\x1b[2K")  # the bar's line is erased
 
 
 def test_real_hardware_is_not_called_modelled() -> None:
     """Only figures from a model are called modelled."""
     screen = Screen(width=160, is_terminal=True)
-    search(ConsoleReporter(screen.console), FakeHardware(is_modelled=False))
+    search(ConsoleCallback(screen.console), FakeHardware(is_modelled=False))
     assert "modelled" not in screen.text
 
 
 def test_nothing_is_shown_without_progress(capsys: pytest.CaptureFixture[str]) -> None:
     """progress=False shows nothing at all."""
-    reporter = reporter_for(progress=False)
-    search(reporter)
+    callback = callback_for(progress=False)
+    search(callback)
     assert capsys.readouterr() == ("", "")
 
 
 def test_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     """Standard output stays the caller's."""
-    search(reporter_for(progress=True))
+    search(callback_for(progress=True))
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "trial  1" in captured.err
@@ -151,8 +151,8 @@ def test_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_search_that_never_started_may_end(is_terminal: bool) -> None:
-    """An error before the first trial ends the reporter all the same."""
-    ConsoleReporter(Screen(is_terminal=is_terminal).console).on_end()
+    """An error before the first trial ends the callback all the same."""
+    ConsoleCallback(Screen(is_terminal=is_terminal).console).on_end()
 
 
 @pytest.mark.parametrize(

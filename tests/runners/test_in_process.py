@@ -11,7 +11,7 @@ import torch
 
 from splittune.hardware import resolve_hardware
 from splittune.options import SearchOptions
-from splittune.report.progress import SilentReporter
+from splittune.report.progress import SilentCallback
 from splittune.runners.in_process import InProcessRunner
 from splittune.signals import deferred
 from splittune.training import snapshot as snapshot_module
@@ -63,7 +63,7 @@ def test_after_an_error_that_spoils_the_devices_nothing_is_asked_of_them(tried: 
 
     runner.close = close_and_count  # type: ignore[method-assign]
     with pytest.raises(RuntimeError) as caught:
-        tune(runner, SearchOptions(), SilentReporter())
+        tune(runner, SearchOptions(), SilentCallback())
     assert caught.value is trap.raised
     assert asked[0] == asked[1], "closing asks the devices nothing"
     assert job.fingerprint() == found
@@ -132,7 +132,7 @@ def test_ctrl_c_while_state_is_taken_or_put_back_waits(
 
     monkeypatch.setattr(saved, method, press)
     with pytest.raises(KeyboardInterrupt):
-        tune(runner_of(job, resolve_hardware(DEVICES)), SearchOptions(max_trials=1), SilentReporter())
+        tune(runner_of(job, resolve_hardware(DEVICES)), SearchOptions(max_trials=1), SilentCallback())
     assert count[0] >= len(list(job.model.parameters()))
     assert job.fingerprint() == found
     tried("Ctrl-C", f"in the {moment} of the state", "Ctrl-C, afterwards", "state bit-identical")

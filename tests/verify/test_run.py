@@ -19,7 +19,7 @@ from torch.nn import functional
 from splittune import ConfigError, DeviceError, InvalidSplitError, SplitConfig, TrainingTask, Verification, verify
 from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual.hardware import VirtualHardware
-from splittune.report.progress import StepReporter
+from splittune.report.progress import StepCallback
 from splittune.split import BatchSplit
 from splittune.units import MIB
 from splittune.verify.console import show_verification
@@ -551,9 +551,9 @@ def test_a_loader_that_cannot_be_read_again_is_refused() -> None:
 
 
 def test_progress_is_told() -> None:
-    """An observer hears of every step with its loss, and of what goes on besides."""
+    """A callback hears of every step with its loss, and of what goes on besides."""
 
-    class Observer:
+    class Listener:
         def __init__(self) -> None:
             self.said: list[Any] = []
 
@@ -563,21 +563,21 @@ def test_progress_is_told() -> None:
         def on_step(self, step: int, num_steps: int, loss: float) -> None:
             self.said.append((step, num_steps, loss))
 
-    observer = Observer()
-    result = verify(config_for((2, 2)), task_of(nn.Linear(4, 1), SMALL), num_steps=3, observer=observer)
+    callback = Listener()
+    result = verify(config_for((2, 2)), task_of(nn.Linear(4, 1), SMALL), num_steps=3, callback=callback)
     expected = [(step, 3, loss) for step, loss in enumerate(result.losses, 1)]
-    assert observer.said == ["reading up to 3 batches, for the longest", *expected]
+    assert callback.said == ["reading up to 3 batches, for the longest", *expected]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_people_see_of_a_run(is_terminal: bool) -> None:
     """The loss in a line at the first step and every tenth of them; a bar, which leaves nothing behind, in a terminal."""
     file = io.StringIO()
-    reporter = StepReporter(Console(file=file, width=100, force_terminal=is_terminal, legacy_windows=False))
-    reporter.on_activity("reading")
+    callback = StepCallback(Console(file=file, width=100, force_terminal=is_terminal, legacy_windows=False))
+    callback.on_activity("reading")
     for step in range(1, 101):
-        reporter.on_step(step, 100, 1 / step)
-    reporter.on_end()
+        callback.on_step(step, 100, 1 / step)
+    callback.on_end()
     lines = [line for line in file.getvalue().splitlines() if "loss" in line and "step " in line]
     assert ("\x1b" in file.getvalue()) == is_terminal
     if not is_terminal:

@@ -22,7 +22,7 @@ from torch import nn
 from splittune import BatchSplit, ConfigError, Measurement, Outcome, WorkerError, autotune
 from splittune.hardware import resolve_hardware
 from splittune.options import SearchOptions
-from splittune.report.progress import SilentReporter
+from splittune.report.progress import SilentCallback
 from splittune.runners.base import JobFacts
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.worker import link as worker_link
@@ -357,7 +357,7 @@ def test_the_users_own_exception_is_raised_here(deadly: WorkerRunner) -> None:
     assert measure(deadly, 1, 1).outcome is Outcome.OK
 
 
-class Recorder(SilentReporter):
+class Recorder(SilentCallback):
     """Keeps the trials."""
 
     def __init__(self) -> None:
@@ -375,7 +375,7 @@ def test_the_search_goes_on_and_finds_the_best_of_the_rest(caplog: pytest.LogCap
     """Splits that kill the worker are crashed trials, the best is the fastest of the others; the job logs once in all."""
     runner = WorkerRunner("job.py:killed_by_shards_of_four", DEVICES)
     with caplog.at_level(logging.INFO):
-        result = tune(runner, SearchOptions(max_trials=4), SilentReporter())
+        result = tune(runner, SearchOptions(max_trials=4), SilentCallback())
     assert caplog.text.count("the job logs") == 1
     crashed = [trial for trial in result.trials if trial.measurement.outcome is Outcome.CRASHED]
     fitting = [trial.measurement for trial in result.trials if trial.measurement.outcome is Outcome.OK]
@@ -395,7 +395,7 @@ def test_three_deaths_in_a_row_stop_the_search(folder: Path, tried: Tried) -> No
         tune(WorkerRunner("job.py:always_killed", DEVICES), options, recorder)
     assert outcomes(recorder.trials) == [Outcome.CRASHED] * MAX_ENDS_IN_A_ROW
     assert_ends(latest_pid(folder))
-    resumed = tune(InProcessRunner(load_task("job.py:make_task"), resolve_hardware(DEVICES)), options, SilentReporter())
+    resumed = tune(InProcessRunner(load_task("job.py:make_task"), resolve_hardware(DEVICES)), options, SilentCallback())
     assert [trial.is_resumed for trial in resumed.trials[:4]] == [True] * MAX_ENDS_IN_A_ROW + [False]
     tried("SIGABRT of the worker", "in every trial", "WorkerError", "a search started again goes on from every trial")
 
