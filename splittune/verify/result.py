@@ -1,4 +1,4 @@
-"""How a run under a config went, beside what the config planned: plain data, and what to say of it."""
+"""How a run under a config went, beside what the config planned."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ class Verification:
     devices: tuple[Device, ...]
     """Where it was verified."""
     memory: tuple[DeviceMemory, ...]
-    """Of every device the reading with the least headroom, over the whole run; peaks are those from its start on."""
+    """Of every device the reading with the least headroom, over the whole run.
+
+    Peaks are those from its start on.
+    """
     training_peak_reserved_bytes: tuple[int, ...]
-    """The most that training steps had the allocators hold, one a device."""
+    """For each device the most that its allocator held in training steps."""
     evaluation_peak_reserved_bytes: tuple[int | None, ...]
-    """The same of evaluations; None for a device where they took no more than training had before."""
+    """The same of evaluations; None for a device where they took no more than training before."""
     losses: tuple[float, ...]
     """Of every finished step, the mean over its samples."""
     num_evaluations: int
@@ -55,14 +58,18 @@ class Verification:
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """For each device: ``"as planned"``, ``"2.0 MiB more than planned, still 4.0 MiB free"``, or what it lacked."""
+        """For each device how it kept to the plan.
+
+        ``"as planned"``, ``"2.0 MiB more than planned, still 4.0 MiB free"``, or what it lacked.
+        """
         return tuple(self._verdict_on(index) for index in range(len(self.memory)))
 
     @property
     def suggested_min_headroom_bytes(self) -> int | None:
-        """What to tune again with, rounded up to MiB: what was demanded, and what was taken beyond the plan. None if verified.
+        """What to tune again with, rounded up to MiB; None if verified.
 
-        Of a device that ran out only this much is known: it wants more than all that the plan left free.
+        It is what was demanded and what was taken beyond the plan. Of a device that ran out only
+        this much is known: it wants more than all that the plan left free.
         """
         if self.is_verified:
             return None
