@@ -226,14 +226,13 @@ def _loss_through(model: nn.Module, step_fn: StepFunction, batch: Any) -> Tensor
     Raises:
         ConfigError: it gave a loss and did not.
     """
-    loss: Any = None
     called: list[bool] = []
     hook = model.register_forward_pre_hook(lambda *_: called.append(torch.is_grad_enabled()))
     try:
-        loss = step_fn(model, batch)
+        returned: Any = step_fn(model, batch)  # whatever it promised
     finally:
         hook.remove()
-    if isinstance(loss, Tensor) and torch.is_grad_enabled() and not any(called):
+    if isinstance(returned, Tensor) and torch.is_grad_enabled() and not any(called):
         how = "called it under no_grad() only" if called else "never called it"
         raise ConfigError(
             f"step_fn gave a loss and {how}, the model it was given: expected model(...) in it, for that is what spreads the "
@@ -241,6 +240,7 @@ def _loss_through(model: nn.Module, step_fn: StepFunction, batch: Any) -> Tensor
             "nothing is measured. Call the model itself; where the step is a method of your module, such as training_step, "
             "tune a module whose forward() is that method."
         )
+    loss: Tensor = returned
     return loss
 
 
