@@ -83,8 +83,10 @@ class RunBatches:
         if given == found:
             return ()
         return (
-            f"The loader gives batches of {found}, and the global batch size is {given}: their samples were cut or "
-            f"repeated to {given}. Training needs a loader of batch size {given}.",
+            (
+                f"The loader gives batches of {found}, and the global batch size is {given}: their samples were cut or "
+                f"repeated to {given}. Training needs a loader of batch size {given}."
+            ),
         )
 
 
