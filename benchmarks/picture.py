@@ -2,9 +2,9 @@
 
     python -m benchmarks.picture [--out benchmarks/results/split.png]
 
-The small GPT of ``splittune demo`` is tuned on four virtual cards that are equally full of other programs, so that what
-GPU 0 holds more than its peers is the job's own: the optimizer's state, the gathered outputs, the loss. Memory is
-accounted and time is modelled; the bars are the peaks of the two finalists' trials, in the parts that the trials tell.
+The small GPT of ``splittune demo`` is tuned on four virtual cards of which other programs leave little, on GPU 0 least.
+Memory is accounted and time is modelled; the bars are the peaks of the baseline and of the best, in the parts that the
+trials tell.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from splittune.demo import byte_gpt
 from splittune.report import memory_parts
 from splittune.units import MIB
 
-DEVICES = "4xT400-4GB:occupied=3776MiB"
+DEVICES = "1xT400-4GB:occupied=3776MiB,3xT400-4GB:occupied=3700MiB"
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 PARTS = (
     ("parameters, gradients, optimizer state", "#0072B2"),
@@ -60,7 +60,7 @@ def draw(result: TuneResult, path: Path) -> None:
         axes.set_yticks(range(split.num_devices), samples)
         axes.invert_yaxis()
         faster = "" if name == "Even" else f", {result.speedup:.2f} x the samples/s (modelled)"
-        steps = f"{split.accumulation_steps} accumulation steps"
+        steps = f"{split.accumulation_steps} accumulation step{'s' * (split.accumulation_steps > 1)}"
         axes.set_title(f"{name}: batch of {split.global_batch_size} in {steps}{faster}", fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     panels[1].set_xlabel("MiB at the peak; the outline is what other programs leave")
