@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import optuna
 import pytest
+from optuna.storages import RDBStorage
 
 from splittune.errors import ConfigError
 from splittune.search import SAMPLER_NAMES, Trial, find_best_split
@@ -15,6 +17,21 @@ from tests.search.problem import MIB, Problem, failing_after
 TIGHT = (550, 100_000, 100_000, 100_000)
 
 STORAGES = ["study.db", "study.sqlite3", "study.log", "new/folder/study.log"]
+
+
+@pytest.fixture
+def stored() -> Iterator[Callable[..., optuna.Study]]:
+    """Opens a study in a database as Optuna's own users do, whose connections are closed when the test is over."""
+    opened: list[RDBStorage] = []
+
+    def load(url: str, study_name: str = "splittune") -> optuna.Study:
+        opened.append(RDBStorage(url))
+        return optuna.create_study(storage=opened[-1], study_name=study_name, direction="maximize", load_if_exists=True)
+
+    yield load
+    for storage in opened:
+        storage.remove_session()
+        storage.engine.dispose()
 
 
 @pytest.mark.parametrize("place", STORAGES)
@@ -28,12 +45,12 @@ def test_every_kind_of_storage_keeps_the_search(tmp_path: Path, place: str) -> N
     assert all(trial.is_resumed for trial in again.trials)
 
 
-def test_an_optuna_url_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_an_optuna_url_is_taken_as_it_is(tmp_path: Path, stored: Callable[..., optuna.Study]) -> None:
     """Anything with :// is an Optuna URL."""
     url = f"sqlite:///{tmp_path / 'by-url'}"
     problem = Problem(total_mib=TIGHT)
     result = find_best_split(problem.space(), problem.measure, max_trials=4, storage=url, study_name="mine")
-    study = optuna.load_study(study_name="mine", storage=url)
+    study = stored(url, "mine")
     assert len(study.trials) == 4
     assert result.best.split in {attempt.split for attempt in read_attempts(study)}
 
@@ -91,7 +108,9 @@ class UserError(Exception):
 
 
 @pytest.mark.parametrize("error", [UserError("in your step"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
-def test_an_exception_passes_unchanged_and_finished_trials_stay(tmp_path: Path, error: BaseException) -> None:
+def test_an_exception_passes_unchanged_and_finished_trials_stay(
+    tmp_path: Path, error: BaseException, stored: Callable[..., optuna.Study]
+) -> None:
     """The very exception leaves; what was finished is in the storage and with the caller; the running trial is FAIL."""
     problem = Problem(total_mib=TIGHT)
     seen: list[Trial] = []
@@ -100,28 +119,30 @@ def test_an_exception_passes_unchanged_and_finished_trials_stay(tmp_path: Path, 
         find_best_split(problem.space(), failing_after(3, problem.measure, error), storage=url, on_trial=seen.append)
     assert raised.value is error
     assert len(seen) == 3
-    study = optuna.load_study(study_name="splittune", storage=url)
+    study = stored(url)
     states = [trial.state.name for trial in study.trials]
     assert states == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL"]
     assert [attempt.measurement for attempt in read_attempts(study)] == [trial.measurement for trial in seen]
 
 
-def test_a_trial_left_running_by_a_killed_process_is_ignored(tmp_path: Path) -> None:
+def test_a_trial_left_running_by_a_killed_process_is_ignored(
+    tmp_path: Path, stored: Callable[..., optuna.Study]
+) -> None:
     """A trial that a killed run never finished does not count, and its split is measured."""
     whole, parts = Problem(total_mib=TIGHT), Problem(total_mib=TIGHT)
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     find_best_split(parts.space(), parts.measure, max_trials=4, storage=storage)
-    optuna.load_study(study_name="splittune", storage=storage).ask(distributions_of(parts.space()))
+    stored(storage).ask(distributions_of(parts.space()))
     result = find_best_split(parts.space(), parts.measure, max_trials=10, storage=storage)
     assert result == find_best_split(whole.space(), whole.measure, max_trials=10)
 
 
-def test_trials_are_readable_as_optunas(tmp_path: Path) -> None:
+def test_trials_are_readable_as_optunas(tmp_path: Path, stored: Callable[..., optuna.Study]) -> None:
     """Each trial holds its split and reason; what lacks memory violates a constraint, what did not run is PRUNED."""
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     problem = Problem(total_mib=TIGHT, oom="named")
     result = find_best_split(problem.space(), problem.measure, max_trials=6, storage=storage, sampler="random")
-    study = optuna.load_study(study_name="splittune", storage=storage)
+    study = stored(storage)
     first = study.trials[0]
     assert first.params == {"accumulation_steps": 1, "gpu0_share": 0.25}
     assert first.state is optuna.trial.TrialState.PRUNED
@@ -132,12 +153,14 @@ def test_trials_are_readable_as_optunas(tmp_path: Path) -> None:
     assert study.best_value == pytest.approx(problem.throughput(result.best.split))
 
 
-def test_a_split_without_headroom_is_complete_but_infeasible(tmp_path: Path) -> None:
+def test_a_split_without_headroom_is_complete_but_infeasible(
+    tmp_path: Path, stored: Callable[..., optuna.Study]
+) -> None:
     """A split that ran without headroom keeps its samples/s, and Optuna's best skips it."""
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     problem = Problem(total_mib=TIGHT)
     find_best_split(problem.space(), problem.measure, max_trials=4, storage=storage, sampler="random")
-    study = optuna.load_study(study_name="splittune", storage=storage)
+    study = stored(storage)
     first = study.trials[0]
     assert first.state is optuna.trial.TrialState.COMPLETE
     assert first.constraints["device 0"] == pytest.approx((1600 - 550) / 550)
@@ -174,10 +197,10 @@ def test_stored_trials_are_judged_by_the_demand_of_today(tmp_path: Path) -> None
     assert again.best.throughput >= strict.best.throughput
 
 
-def test_a_study_of_another_program_is_refused(tmp_path: Path) -> None:
+def test_a_study_of_another_program_is_refused(tmp_path: Path, stored: Callable[..., optuna.Study]) -> None:
     """A study with trials that splittune did not write is left alone."""
     storage = f"sqlite:///{tmp_path / 'study.db'}"
-    foreign = optuna.create_study(storage=storage, study_name="mine", direction="maximize")
+    foreign = stored(storage, "mine")
     foreign.tell(foreign.ask({"x": optuna.distributions.IntDistribution(0, 3)}), 1.0)
     problem = Problem()
     with pytest.raises(ConfigError, match=r"'mine' in .* was not written by splittune"):

@@ -49,7 +49,9 @@ def open_study(
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(one_at_a_time(path, name))
-            backend = stack.enter_context(_closing(_open_storage(storage, path)))
+            backend = _open_storage(storage, path)
+            if isinstance(backend, _Database):
+                stack.callback(backend.close)
             study = optuna.create_study(
                 storage=backend, study_name=name, sampler=sampler, direction="maximize", load_if_exists=True
             )
@@ -96,23 +98,30 @@ def _open_storage(storage: str | os.PathLike[str] | None, path: Path | None) -> 
         return InMemoryStorage()
     url = os.fspath(storage)
     if path is None:
-        return RDBStorage(url)
+        return _Database(url)
     if "://" not in url:
         if path.suffix.lower() not in _SQLITE_SUFFIXES:
             return JournalStorage(JournalFile(path))
         url = f"{_SQLITE_URL}{path}"
-    return RDBStorage(url, engine_kwargs={"connect_args": {"timeout": SQLITE_PATIENCE_S}})
+    return _Database(url, engine_kwargs={"connect_args": {"timeout": SQLITE_PATIENCE_S}})
 
 
-@contextmanager
-def _closing(backend: BaseStorage) -> Iterator[BaseStorage]:
-    """Closes its connections afterwards."""
-    try:
-        yield backend
-    finally:
-        if isinstance(backend, RDBStorage):
-            backend.remove_session()
-            backend.engine.dispose()
+class _Database(RDBStorage):
+    """Optuna's storage in a database, which closes its connections: `close` does, and so does a file it cannot open."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        try:
+            super().__init__(url, **options)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close all connections of this thread, as far as opening came."""
+        if hasattr(self, "scoped_session"):
+            self.remove_session()
+        if hasattr(self, "engine"):
+            self.engine.dispose()
 
 
 def _reason(error: BaseException) -> str:

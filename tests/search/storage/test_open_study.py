@@ -70,6 +70,11 @@ def nobody_in_particular() -> Iterator[None]:
             os.seteuid(0)
 
 
+def is_open(path: Path) -> bool:
+    """Whether this process has a connection to the file."""
+    return any(link.resolve() == path.resolve() for link in Path("/proc/self/fd").iterdir())
+
+
 @contextlib.contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
     """No file of this process may grow beyond, as on a disk that is full."""
@@ -115,6 +120,7 @@ def test_a_locked_database_is_refused_at_the_start(
     assert caught.value.__cause__ is None
     assert problem.measured == []
     other.close()
+    assert not is_open(path)
     assert_goes_on(path, [], undisturbed)
     tried("storage locked", "SQLite file, at the start", "ConfigError", RESUMES)
 
@@ -187,6 +193,7 @@ def test_a_file_of_another_kind_is_refused_and_not_touched(tmp_path: Path, name:
     with pytest.raises(ConfigError, match="cannot be used: ") as caught:
         search(path, problem)
     assert caught.value.__cause__ is None
+    assert not is_open(path)
     assert path.read_bytes() == content
     assert problem.measured == []
 
