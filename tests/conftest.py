@@ -1,17 +1,44 @@
-"""What every test shares: one thread for torch, so that workers do not fight over the cores, and the table of faults."""
+"""What every test shares: one thread for torch, quick collections of garbage, and the table of faults."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from splittune.hardware.virtual.ledger import Ledger
 from tests.faults.table import KEPT, PROPERTY, Gathered, as_csv, as_lines, differences, read, updated
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # so that workers do not fight over the cores
 
 GATHERED = pytest.StashKey[Gathered]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """After every trial garbage is collected: all that was imported before the first test is not looked at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def owned(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Weak references to every storage that any ledger accounted for."""
+    refs: list[weakref.ref[Any]] = []
+    add = Ledger._add
+
+    def add_and_note(self: Ledger, storage: Any, *args: Any, **kwargs: Any) -> None:
+        refs.append(weakref.ref(storage))
+        add(self, storage, *args, **kwargs)
+
+    monkeypatch.setattr(Ledger, "_add", add_and_note)
+    return refs
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ MAX_LINES = 400
 FLOORS = (
     ("__main__", "cli"),
     ("demo", "results"),
-    ("tuner", "options", "verify"),
+    ("tuner", "verify"),
     ("report",),
     ("runners",),
     ("config",),
@@ -34,6 +34,7 @@ FLOORS = (
     ("split",),
     ("checks", "errors", "signals", "units"),
 )
+TESTS = "tests"
 
 # A room that is told even less than its floor would allow.
 SEES_ONLY = {
@@ -124,6 +125,15 @@ def complaint_about_dependency(module: str, imported: str) -> str | None:
     return None
 
 
+def complaints_about_test(module: str, source: str) -> list[str]:
+    """Imports of one test module by another; what two of them need is a fixture, or a module that holds no tests."""
+    return [
+        f"line {line}: {module} imports {name}: tests share fixtures and plain modules, never a test_*.py."
+        for line, name in imports_of(ast.parse(source), module.rpartition(".")[0])
+        if is_within(name, (TESTS,)) and any(part.startswith("test_") for part in name.split("."))
+    ]
+
+
 def imports_of(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything imported, anywhere in the module; `package` resolves relative imports."""
     for node in ast.walk(tree):
@@ -161,10 +171,10 @@ def is_within(name: str, places: tuple[str, ...]) -> bool:
     return any(name == place or name.startswith(f"{place}.") for place in places)
 
 
-def modules() -> dict[str, Path]:
-    """Every module of splittune by its dotted name."""
+def modules(top: str = SURFACE) -> dict[str, Path]:
+    """Every module of splittune, or of another package here, by its dotted name."""
     found = {}
-    for path in sorted((ROOT / SURFACE).rglob("*.py")):
+    for path in sorted((ROOT / top).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -184,6 +194,22 @@ def test_everything_in_the_house_has_a_floor() -> None:
     placed = {room for floor in FLOORS for room in floor}
     unplaced = sorted(rooms - placed)
     assert not unplaced, f"place {', '.join(unplaced)} in FLOORS of this test."
+
+
+def test_the_house_has_every_room_that_is_named() -> None:
+    """A room that went leaves no floor, no rule and no leave to import behind."""
+    floors = [f"{SURFACE}.{room}" for floor in FLOORS for room in floor]
+    rules = [room for rooms in (SEES_ONLY, *SEES_ONLY.values(), *IMPORTERS.values(), WITHOUT_TORCH) for room in rooms]
+    there = {*modules(), *(".".join(path.relative_to(ROOT).parts) for path in (ROOT / SURFACE).rglob("*"))}
+    gone = sorted({*floors, *rules} - there)
+    assert not gone, f"{', '.join(gone)} is named in this test and not there."
+
+
+def test_no_test_imports_another() -> None:
+    """Helpers stand in fixtures and plain modules, so that a test can be moved or removed without a look around."""
+    sources = {module: path.read_text(encoding="utf-8") for module, path in modules(TESTS).items()}
+    complaints = [line for module, source in sources.items() for line in complaints_about_test(module, source)]
+    assert not complaints, "\n".join(complaints)
 
 
 def test_nobody_imports_a_neighbours_private_name() -> None:
@@ -241,6 +267,22 @@ def test_a_forbidden_import_is_found(module: str, source: str, complaint: str) -
     complaints = complaints_about(module, DOC + source)
     assert len(complaints) == 1
     assert complaint in complaints[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from tests.faults.test_faults import Job",
+        "from tests.faults import test_faults",
+        "import tests.test_signals",
+        "from ..test_signals import count_calls",
+        "def f():\n    from tests.test_signals import count_calls",
+    ],
+)
+def test_a_test_that_imports_another_is_found(source: str) -> None:
+    """That check can fail too, however the import is written; helpers may be imported."""
+    assert len(complaints_about_test("tests.verify.test_run", source)) == 1
+    assert complaints_about_test("tests.verify.test_run", "from tests.faults.trapped import Job") == []
 
 
 @pytest.mark.parametrize(

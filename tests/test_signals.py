@@ -20,7 +20,9 @@ from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual.hardware import VirtualHardware
 from splittune.training.load_task import load_task
 from splittune.tuner import autotune
-from tests.faults.test_faults import DEVICES, Job, Trap
+from tests.faults.moments import count_calls
+from tests.faults.trapped import DEVICES, Job, Trap
+from tests.processes import assert_ends
 
 Tried = Callable[[str, str, str, str], None]
 
@@ -47,25 +49,6 @@ def tune(job: Job, **options: Any) -> Any:
         job.model, job.loader, loss_fn=job.loss_fn, optimizer=job.optimizer, devices=DEVICES, progress=False,
         max_trials=2, **options,
     )  # fmt: skip
-
-
-def count_calls(act: Callable[[], object], fire_at: int | None = None, number: int = signal.SIGINT) -> int:
-    """How many calls and returns `act` makes; at one of them the signal arrives."""
-    count = 0
-
-    def profile(*_: object) -> None:
-        nonlocal count
-        count += 1
-        if count == fire_at:
-            sys.setprofile(None)
-            signal.raise_signal(number)
-
-    sys.setprofile(profile)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +159,8 @@ def test_the_command_line_ends_at_any_moment(
             continue
         assert status in ({130} if number is signal.SIGINT else {-number, 128 + number}), output
         assert "Traceback" not in output
-        assert_ends(int((folder / "pid").read_text() or 0))
+        if pid := (folder / "pid").read_text():
+            assert_ends(int(pid))
         num_printed = output.count("\ntrial ")
         if (out / "trials.csv").exists():
             assert len(pd.read_csv(out / "trials.csv")) >= num_printed
@@ -192,12 +176,3 @@ def assert_resumes(storage: Path, num_printed: int) -> None:
     task = load_task("job.py:make")
     result = autotune(task.model, task.loader, devices="2xT400-4GB", storage=storage, max_trials=6, progress=False)
     assert sum(trial.is_resumed for trial in result.trials) >= num_printed
-
-
-def assert_ends(pid: int) -> None:
-    end = time.monotonic() + 10
-    while pid and Path(f"/proc/{pid}").exists() and time.monotonic() < end:
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.02)
-    assert not pid or not Path(f"/proc/{pid}").exists()

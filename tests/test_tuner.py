@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-import gc
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +42,6 @@ Job = dict[str, Any]
 @pytest.fixture(scope="module")
 def tuned() -> TuneResult:
     return tune(JOBS["mlp"](), max_trials=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections(tuned: TuneResult) -> Iterator[None]:
-    """After every trial garbage is collected: what was there before these tests need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def small_gpt(batch_size: int = 64, context: int = 32) -> Job:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,17 +25,10 @@ from benchmarks.gpu.stage import Findings, Stage, useful_splits
 from benchmarks.regret.peers import accelerate_executable
 from splittune.profiling import watch
 from splittune.units import MIB
+from tests.processes import DEADLINE_S
 
 DEVICE = "1xT400-4GB"
 CARD = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_garbage_collection() -> Iterator[None]:
-    """Every trial collects garbage, and going through all that is imported would be much of this file's time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -89,15 +82,15 @@ def test_a_trace_by_another_clock_tells_nothing():
 
 def test_a_card_is_traced_and_sampled_by_public_and_private_calls(monkeypatch):
     """What torch's calls answer on a card is what the readings hold; an earlier recording's events are left out."""
-    calls, now_us = [], time.time_ns() // 1000
+    calls, now_us, has_sampled = [], time.time_ns() // 1000, threading.Event()
     events = [event("alloc", 4096, now_us - 10**7), event("alloc", 512, now_us + 10**7)]
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 100)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 2 * MIB)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (6 * MIB, 10 * MIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: has_sampled.set() or (6 * MIB, 10 * MIB))
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: calls.append(args))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [events]})
     with sampled(CARD, every_s=0.001) as samples, traced(CARD) as trace:
-        time.sleep(0.1)
+        assert has_sampled.wait(DEADLINE_S)
     assert [call["size"] for call in trace.events] == [512]
     assert (trace.allocated_before_bytes, trace.reserved_before_bytes, trace.problem) == (100, 2 * MIB, "")
     assert calls == [("all",), (None,)]

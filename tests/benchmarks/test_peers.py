@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,14 +30,6 @@ B = 8
 STEPS = 3
 LIGHTNING, ACCELERATE = "pytorch_lightning", "accelerate"
 PACKAGES = {lightning_power: LIGHTNING, lightning_binsearch: LIGHTNING, accelerate_executable: ACCELERATE}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_garbage_collection() -> Iterator[None]:
-    """Peers collect garbage at every trial, and going through all that is imported would be most of this file's time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def job(batch_size: int = B) -> TrainingTask:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gc
 import logging
 import re
 import signal
@@ -117,15 +116,6 @@ class Ended(NamedTuple):
     def error(self) -> str:
         """The message on standard error, without a traceback before it."""
         return self.err.rpartition("splittune: ")[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """After every trial garbage is collected: what was there before these tests need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

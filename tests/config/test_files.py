@@ -19,7 +19,7 @@ from splittune.errors import ConfigError
 from splittune.report.tables import save_csv, trials_table
 from splittune.search import Trial
 from splittune.split import BatchSplit
-from tests.config.test_fuzz import CONFIG
+from tests.config.example import CONFIG
 from tests.search.problem import Problem
 
 Tried = Callable[[str, str, str, str], None]

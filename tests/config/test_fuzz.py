@@ -19,24 +19,9 @@ import pytest
 from splittune.config import SplitConfig
 from splittune.config.schema import config_to_text
 from splittune.errors import ConfigError
-from splittune.hardware.base import Device
-from splittune.split import BatchSplit
-from splittune.units import GIB
+from tests.config.example import CONFIG
 
 NUM_CONFIGS = 10_000
-SPLIT = BatchSplit(global_batch_size=24, accumulation_steps=2, shard_sizes=(3, 4, 5))
-CONFIG = SplitConfig(
-    split=SPLIT,
-    devices=tuple(Device(index=i, name="RTX3090", torch_device="cpu", total_bytes=24 * GIB) for i in range(3)),
-    min_headroom_bytes=(GIB, 0, 0),
-    planned_peak_reserved_bytes=(20 * GIB,) * 3,
-    virtual_spec="3xRTX3090",
-    is_modelled=True,
-    throughput=152.4,
-    step_time_s=0.42,
-    seed=7,
-    eval_batch_size=96,
-)
 TEXT = config_to_text(CONFIG)
 MEASURED = ("throughput_samples_per_s", "step_time_s")
 """Kept as floats, whatever JSON calls them."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from splittune.parallel import accumulate
 from tests.parallel.models import mlp
-from tests.parallel.test_gradients import on_the_cpu
+from tests.parallel.wrapped import on_the_cpu
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])

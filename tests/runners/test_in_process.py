@@ -17,7 +17,7 @@ from splittune.signals import deferred
 from splittune.training import snapshot as snapshot_module
 from splittune.training.task import TrainingTask
 from splittune.tuner import tune
-from tests.faults.test_faults import DEVICES, Job, Trap
+from tests.faults.trapped import DEVICES, Job, Trap
 
 Tried = Callable[[str, str, str, str], None]
 STICKY = "CUDA error: device-side assert triggered"

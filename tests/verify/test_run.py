@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import random
 from collections.abc import Iterator
@@ -24,11 +23,9 @@ from splittune.split import BatchSplit
 from splittune.units import MIB
 from splittune.verify.console import show_verification
 from splittune.verify.result import Lack
-from tests.faults.test_faults import DEVICES, FAULTS, Job, Trap, owned, try_fault
-from tests.test_signals import count_calls
+from tests.faults.moments import count_calls
+from tests.faults.trapped import DEVICES, FAULTS, Job, Trap, try_fault
 from tests.training.state import state_of
-
-__all__ = ["owned"]  # a fixture
 
 AMPLE = "2xT400-4GB"
 
@@ -51,15 +48,6 @@ def config_for(
         "is_modelled": True,
     }
     return SplitConfig(split=split, **defaults | fields)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Every run collects garbage: what was there before these tests need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Texts:

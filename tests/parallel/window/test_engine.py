@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,18 +21,9 @@ from splittune.parallel import BalancedDataParallel, accumulate
 from splittune.parallel.data_parallel import Engine
 from splittune.split import BatchSplit
 from tests.parallel.models import MODELS, Call, assert_same, gradients, loss_of, mlp, vectors, whole_batch
-from tests.parallel.test_gradients import in_threads, make, on_the_cpu, steps
+from tests.parallel.wrapped import in_threads, make, on_the_cpu, steps, window
 
 Step = tuple[tuple[int, ...], list[int]]
-
-
-def window(
-    model: nn.Module, batch: Tensor, sizes: Sequence[int], loss: Callable[[Tensor], Tensor] = loss_of
-) -> dict[str, Tensor | None]:
-    """The gradients after one window of micro-batches of these sizes, added to those that were there."""
-    for micro in accumulate(model, batch.split(list(sizes))):
-        (loss(model(micro)) * (len(micro) / len(batch))).backward()
-    return gradients(model)
 
 
 @pytest.mark.parametrize("wrap", [on_the_cpu, in_threads])

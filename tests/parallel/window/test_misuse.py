@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from splittune.errors import WindowError
 from splittune.parallel import BalancedDataParallel, accumulate
 from tests.parallel.models import Call, assert_same, gradients, loss_of, mlp, vectors, whole_batch
-from tests.parallel.test_gradients import in_threads, make, on_the_cpu
-from tests.parallel.window.test_engine import window
+from tests.parallel.wrapped import in_threads, make, on_the_cpu, window
 
 SHARDS = [(1, 3), (0, 1, 3)]
 """The last device has three of four samples; GPU 0 takes part, or has nothing."""

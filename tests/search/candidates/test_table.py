@@ -23,31 +23,11 @@ from splittune.search.candidates.table import (
     singles_table,
 )
 from splittune.split import BatchSplit, SplitSpace
-
-
-@st.composite
-def spaces(draw: st.DrawFn, shares: str | None = None) -> SplitSpace:
-    num_devices = draw(st.integers(1, 4))
-    smallest = draw(st.integers(0, 2))
-    return SplitSpace(
-        global_batch_size=draw(st.integers(max(1, num_devices * smallest), 20)),
-        num_devices=num_devices,
-        shares=shares or draw(st.sampled_from(["gpu0", "each"])),  # type: ignore[arg-type]
-        min_shard_size=smallest,
-        max_accumulation_steps=draw(st.none() | st.integers(1, 25)),
-    )
+from tests.search.spaces import spaces, undominated
 
 
 def splits_of(table: SplitTable) -> list[BatchSplit]:
     return [table.split(row) for row in range(len(table))]
-
-
-def undominated(space: SplitSpace) -> list[BatchSplit]:
-    """The splits of which none has the same largest micro-batch in fewer steps."""
-    fewest: dict[int, int] = {}
-    for split in space:
-        fewest.setdefault(split.micro_batch_size, split.accumulation_steps)
-    return [split for split in space if fewest[split.micro_batch_size] == split.accumulation_steps]
 
 
 @given(global_batch_size=st.integers(1, 400), most=st.none() | st.integers(1, 500))

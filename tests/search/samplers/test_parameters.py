@@ -9,7 +9,7 @@ from optuna.distributions import FloatDistribution, IntDistribution
 from splittune.search import suggest_split
 from splittune.search.samplers.parameters import distributions_of, params_of, share_names, split_of
 from splittune.split import BatchSplit, SplitSpace
-from tests.search.candidates.test_table import spaces, undominated
+from tests.search.spaces import spaces, undominated
 
 
 @given(space=spaces())
