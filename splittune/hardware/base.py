@@ -118,6 +118,10 @@ class Hardware(Protocol):
         """Accounting is on inside this context. A virtual wrapper trains outside it too, and counts nothing."""
         ...
 
+    def adopt(self, module: nn.Module) -> None:
+        """Have a further module of the job, a discriminator say, count where training has it: virtual ones on device 0."""
+        ...
+
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
         """Have `optimizer` run as it would on these devices (undone with the snapshot of its state)."""
         ...

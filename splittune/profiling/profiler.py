@@ -144,6 +144,7 @@ class Profiler:
             model.train()
         optimizer = self._task.make_optimizer()
         self._hardware.prepare_optimizer(optimizer)
+        self._task.place_others(self._hardware)
         return TrainingStep(self._task, model, optimizer, split, self._samples)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn, optim
 
 from splittune.errors import ConfigError
+from splittune.hardware import Hardware
 from splittune.parallel.base import SplitModule
 from splittune.split import BatchSplit
 from splittune.training.batches import SampleBatch
 from splittune.training.call import Forward, ModelCall, call_for
 from splittune.training.loss import check_loss, infer_loss
+from splittune.training.reach import Reached, reach
 from splittune.training.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -49,8 +51,13 @@ class TrainingTask:
     """The dtype of torch.autocast around forward and loss; None for none."""
     global_batch_size: int | None = None
     """Samples behind one optimizer step; None for the loader's batch size."""
+    other_state: Sequence[object] = ()
+    """What else training changes or needs, ``(discriminator, its_optimizer, ema)``: modules, optimizers, schedulers, scalers,
+    any object with attributes. What `loss_fn` and `step_fn` close over, are bound to or name is found without."""
     _said: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _forward: Forward | None = field(default=None, init=False, repr=False, compare=False)
+    _reached: Reached | None = field(default=None, init=False, repr=False, compare=False)
+    """What `place_others` has found, since the latest snapshot."""
     _loss_parameter: str | None = field(default=None, init=False, repr=False, compare=False)
     """Under what name the model is given the targets, once it is known that it computes the loss from them."""
 
@@ -74,12 +81,33 @@ class TrainingTask:
         self._check_optimizer()
 
     def snapshot(self) -> Snapshot:
-        """The job as it is now; modules that `loss_fn` or `step_fn` are, or are methods of, belong to it."""
+        """The job as it is now, with what its functions reach and what `other_state` names."""
         optimizer = self.optimizer if isinstance(self.optimizer, optim.Optimizer) else None
-        functions = [self.loss_fn, self.step_fn]
-        owners = [*functions, *(getattr(function, "__self__", None) for function in functions)]
-        others = [owner for owner in owners if isinstance(owner, nn.Module)]
-        return Snapshot(self.model, optimizer, self.loader, others=others)
+        factory = None if optimizer is not None else self.optimizer
+        self._reached = None
+        functions = (self.loss_fn, self.step_fn, factory)
+        return Snapshot(self.model, optimizer, self.loader, others=functions, told=self.other_state)
+
+    def place_others(self, hardware: Hardware) -> None:
+        """Have `hardware` account for the job's further models and optimizers as it does for the model's.
+
+        Those are what `loss_fn`, `step_fn` and `other_state` reach: a discriminator, a teacher. On real devices they are where
+        the user put them; on virtual ones they are taken to live on GPU 0, with the outputs, which is said.
+        """
+        if self._reached is None:
+            self._reached = reach((self.loss_fn, self.step_fn, *self.other_state))
+        own = set(self.model.modules())
+        others = [module for module in self._reached.modules if module not in own]
+        with_tensors = [module for module in others if _has_own_tensors(module)]
+        for module in with_tensors:
+            hardware.adopt(module)
+        for optimizer in self._reached.optimizers:
+            if optimizer is not self.optimizer:
+                hardware.prepare_optimizer(optimizer)
+        if with_tensors and hardware.is_modelled:
+            inner = {child for module in others for child in module.children()}
+            names = ", ".join(sorted({type(module).__name__ for module in others if module not in inner}))
+            self._say_once(f"what the step uses beside the model ({names}) is taken to live on virtual GPU 0.")
 
     def make_optimizer(self) -> optim.Optimizer:
         """The user's own instance, or a new one from the factory (AdamW by default) over the trainable parameters."""
@@ -161,6 +189,16 @@ class TrainingTask:
                 f"the loss cannot be placed in the replicas: {what}. Expected batches (inputs, targets), with loss_fn or one "
                 'to be inferred. Use loss_placement="output"; a model that returns its own loss computes it there already.'
             )
+        if self.loss_fn is not None and not isinstance(self.loss_fn, nn.Module):
+            own = set(self.model.modules())
+            found = (each for each in reach([self.loss_fn]).modules if each not in own and _has_own_tensors(each))
+            used = {type(module).__name__ for module in found}
+            if used:
+                raise ConfigError(
+                    f"the loss cannot be placed in the replicas: loss_fn uses {', '.join(sorted(used))}, which lives on one "
+                    "device. Expected a function without tensors of its own, or a loss that is an nn.Module, which is copied to "
+                    'every device. Pass the module itself, or use loss_placement="output".'
+                )
         return self.loss_fn or (lambda output, targets: infer_loss(output, targets)[0])
 
     def _autocast(self, model: SplitModule) -> AbstractContextManager[Any]:
@@ -194,9 +232,23 @@ class TrainingTask:
                 f"global_batch_size is {size!r}: expected an integer of at least 1, the samples behind one optimizer step. "
                 "Leave it out for the loader's batch size."
             )
+        self._check_other_state()
         dtype: object = self.autocast_dtype
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ConfigError(f"autocast_dtype is {dtype!r}: expected a torch.dtype, such as torch.bfloat16.")
+
+    def _check_other_state(self) -> None:
+        given: object = self.other_state
+        if isinstance(given, nn.Module) or not isinstance(given, list | tuple):
+            raise ConfigError(
+                f"other_state is a {type(given).__name__}: expected a tuple of objects, such as (discriminator, optimizer_d)."
+            )
+        for index, thing in enumerate(given):
+            if not (isinstance(thing, Tensor | dict | list | tuple | torch.Generator) or hasattr(thing, "__dict__")):
+                raise ConfigError(
+                    f"other_state[{index}] is {thing!r}, which has nothing to put back: expected a module, an optimizer or "
+                    "another object whose state training changes. Leave it out."
+                )
 
     def _check_optimizer(self) -> None:
         if self.optimizer is None:
@@ -218,6 +270,10 @@ class TrainingTask:
         if message not in self._said:
             self._said.add(message)
             logger.info(message)
+
+
+def _has_own_tensors(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
 def _loss_through(model: nn.Module, step_fn: StepFunction, batch: Any) -> Tensor:

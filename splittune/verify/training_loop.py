@@ -29,6 +29,7 @@ class TrainingLoop:
             self._model.train()
         self._optimizer = task.make_optimizer()
         hardware.prepare_optimizer(self._optimizer)
+        task.place_others(hardware)
         # A loop's variables keep the last loss, output and targets while the next forward runs,
         # and while the loop evaluates.
         self._latest: tuple[Any, ...] = ()

@@ -71,6 +71,9 @@ class FakeHardware:
         finally:
             self.log.append("unmetered")
 
+    def adopt(self, module: nn.Module) -> None:
+        self.log.append(f"adopt {type(module).__name__}")
+
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
         self.log.append(f"prepare {type(optimizer).__name__}")
 

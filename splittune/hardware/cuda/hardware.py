@@ -111,6 +111,9 @@ class CudaHardware:
         """Turns `busy_s` on; torch's allocator and NVML always count."""
         return self._gauge.counting()
 
+    def adopt(self, module: nn.Module) -> None:
+        """Nothing: it is where the job has put it, and torch's allocator counts it there."""
+
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
         """Move the optimizer's state to its parameters' device, by torch's own rules for loading a state.
 

@@ -122,6 +122,13 @@ class VirtualHardware:
         finally:
             self._ledger = None
 
+    def adopt(self, module: nn.Module) -> None:
+        """Inside `metered`, have the module's own parameters, buffers and gradients belong to virtual GPU 0.
+
+        Submodules are adopted by themselves.
+        """
+        self._place(module, recurse=False)
+
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
         """Choose the multi-tensor update, as torch does by default for CUDA tensors and not for CPU ones.
 
@@ -202,10 +209,10 @@ class VirtualHardware:
                 allocator.hand_back()
             self.reset_peaks()
 
-    def _place(self, model: nn.Module) -> None:
+    def _place(self, model: nn.Module, *, recurse: bool = True) -> None:
         if self._ledger is None:
             return
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*model.parameters(recurse), *model.buffers(recurse)):
             self._ledger.own(tensor, 0)
             if tensor.grad is not None:
                 self._ledger.own(tensor.grad, 0)
