@@ -63,6 +63,8 @@ def autotune(
     devices: Devices = None,
     global_batch_size: int | None = None,
     autocast_dtype: torch.dtype | None = None,
+    grad_scaler: torch.amp.GradScaler | None = None,
+    other_state: Sequence[object] = (),
     min_headroom_bytes: int | Sequence[int] | None = None,
     max_trials: int = DEFAULT_MAX_TRIALS,
     timeout_s: float | None = None,
@@ -92,6 +94,8 @@ def autotune(
             string such as ``"4xV100-16GB"`` for virtual GPUs.
         global_batch_size: samples behind one optimizer step, kept exactly; None for the loader's batch size.
         autocast_dtype: torch.bfloat16, say, for autocast around forward and loss.
+        grad_scaler: scales losses and takes the optimizer's steps, as in training with float16.
+        other_state: what else training changes, beyond what `step_fn` and `loss_fn` reach: other models, their optimizers.
         min_headroom_bytes: what every device must keep free at its peak, one number or one per device; None for 5 % of
             what other programs leave to this one.
         max_trials: splits to search at most. Up to four are measured again at the end.
@@ -122,6 +126,8 @@ def autotune(
         "optimizer": optimizer,
         "step_fn": step_fn,
         "autocast_dtype": autocast_dtype,
+        "grad_scaler": grad_scaler,
+        "other_state": other_state,
     }
     runner: Runner
     if isolation == "process":
@@ -227,12 +233,16 @@ def _study_name(job: JobFacts, placement: LossPlacement) -> str:
 
 
 def _refuse_parts(parts: dict[str, Any]) -> None:
-    given = [name for name, part in parts.items() if part is not None]
+    given = [name for name, part in parts.items() if part is not None and not _is_empty(part)]
     if given:
         raise ConfigError(
             f'got {", ".join(given)} with isolation="process", which makes the job anew in another process: expected a function '
             "alone, autotune(make_task, ...), whose TrainingTask holds them."
         )
+
+
+def _is_empty(part: object) -> bool:
+    return isinstance(part, tuple) and not part
 
 
 def _result_of(found: SearchResult, job: JobFacts, headroom: tuple[int, ...], seed: int) -> TuneResult:

@@ -27,7 +27,8 @@ class Pacer:
     have chosen their kernels for every size, until three steps in a row differ by 2 % at most or 5 s are over; the first
     trial, whose devices are cold, for 3 s at least. Then it is measured until the median's 95 % confidence is within 2 %:
     three rounds or five whole steps at least, 20 at most, and no more than three once the budget is spent. A trial whose first round is more than
-    1.3 times slower than the fastest trial so far ends there: it cannot win, and nobody needs its exact figure.
+    1.3 times slower than the fastest trial so far ends there: it cannot win, and nobody needs its exact figure. A step that
+    the job's gradient scaler skips is run again, and its times count nowhere.
 
     Args:
         is_modelled: the clock repeats exactly: one warm-up, one round, nothing cut short.
@@ -53,15 +54,14 @@ class Pacer:
         # The first micro-step of a step copies the parameters out, the last one brings the gradients home, and those
         # between are alike: three kinds, so three micro-steps tell the time of any number of them.
         num_micro_steps = min(step.split.accumulation_steps, 3)
-        with recorder.phase("warm_up"):
-            step.micro_step()
-            step.update()
+        _run_first_step(step, recorder)
         if num_micro_steps > 1:
             # its peak tells what accumulating costs, before any split with a single step has been tried
             with recorder.phase("single_step"):
                 step.micro_step()
             with recorder.phase("warm_up"):
                 step.update()
+            step.took_effect()
         if not self._is_modelled:
             self._warm_up(step, recorder, [step.split.micro_batch_size] * num_micro_steps)
         has_ended = False
@@ -71,15 +71,17 @@ class Pacer:
                     step.micro_step(last=number == num_micro_steps)
             with recorder.phase("update"):
                 step.update()
+            if not step.took_effect():
+                recorder.drop_latest(micro_step=num_micro_steps, update=1)
+                continue
             num_rounds = len(recorder.times_s["update"])
             has_ended = self._is_cut_short(step, recorder, num_rounds) or self._is_enough(step, recorder, num_rounds)
+        _note_skipped(step, recorder)
 
     def run_whole_steps(self, step: TrainingStep, recorder: Recorder) -> None:
         """Complete optimizer steps, every micro-batch included."""
         if self._is_modelled:
-            with recorder.phase("warm_up"):
-                step.micro_step()
-                step.update()
+            _run_first_step(step, recorder)
         else:
             # each size that is timed once, where there are several micro-steps at least one before the last
             *others, final = step.split.micro_batch_sizes
@@ -88,7 +90,11 @@ class Pacer:
         while num_steps == 0 or not self._is_enough(step, recorder, num_steps, usual=MIN_WHOLE_STEPS):
             with recorder.phase("whole_step"):
                 step.whole()
-            num_steps += 1
+            if step.took_effect():
+                num_steps += 1
+            else:
+                recorder.drop_latest(whole_step=1)
+        _note_skipped(step, recorder)
 
     def _warm_up(self, step: TrainingStep, recorder: Recorder, sizes: Sequence[int]) -> None:
         """Optimizer steps of micro-batches of these `sizes`, until they settle."""
@@ -100,7 +106,8 @@ class Pacer:
                     step.micro_step(size, last=False)
                 step.micro_step(sizes[-1])
                 step.update()
-            times_s.append(recorder.times_s["warm_up"][-1])
+            if step.took_effect():
+                times_s.append(recorder.times_s["warm_up"][-1])
         self._is_warm = True
 
     def _is_enough(self, step: TrainingStep, recorder: Recorder, num_done: int, usual: int = MIN_ROUNDS) -> bool:
@@ -123,6 +130,22 @@ class Pacer:
             f"Cut short after one round: its step takes {step_s / self._fastest_s:.2f} times that of the fastest trial."
         )
         return True
+
+
+def _run_first_step(step: TrainingStep, recorder: Recorder) -> None:
+    """One step, with the update that makes the optimizer's state: again where the gradient scaler skipped it."""
+    has_updated = False
+    while not has_updated:
+        with recorder.phase("warm_up"):
+            step.micro_step()
+            step.update()
+        has_updated = step.took_effect()
+
+
+def _note_skipped(step: TrainingStep, recorder: Recorder) -> None:
+    if step.num_skipped:
+        steps = "1 step was" if step.num_skipped == 1 else f"{step.num_skipped} steps were"
+        recorder.notes.append(f"{steps} skipped by the gradient scaler, whose scale was too large, and not timed.")
 
 
 def _is_warm(times_s: Sequence[float], least_s: float) -> bool:

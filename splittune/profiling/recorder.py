@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import Literal
+from typing import Literal, cast
 
 from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.profiling.measurement import Measurement, Outcome
@@ -52,6 +52,11 @@ class Recorder:
         if name in TIMED:
             self._num_alloc_retries += sum(self._hardware.num_alloc_retries()) - num_retries_before
         self._memory[name].append(self._hardware.memory())
+
+    def drop_latest(self, **phases: int) -> None:
+        """Forget the latest times of these phases, so many of each: what ran was no step. Its peaks of memory stay."""
+        for name, count in phases.items():
+            del self.times_s[cast("Phase", name)][-count:]
 
     def measurement(self, split: BatchSplit) -> Measurement:
         """What was recorded, as an `OK` measurement of `split`: rounds of at most three micro-steps and an update."""

@@ -78,6 +78,8 @@ class JobFacts:
     def of(cls, task: TrainingTask, samples: SampleBatch, hardware: DeviceView) -> JobFacts:
         num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
         autocast = "" if task.autocast_dtype is None else f" in {task.autocast_dtype}"
+        if task.grad_scaler is not None and task.grad_scaler.is_enabled():
+            autocast += " with a gradient scaler"
         return cls(
             title=f"{type(task.model).__name__} of {num_parameters} parameters{autocast}",
             loader_batch_size=samples.loader_batch_size,

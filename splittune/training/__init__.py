@@ -2,6 +2,7 @@
 
 from splittune.training.batches import SampleBatch, read_batches
 from splittune.training.snapshot import Snapshot
-from splittune.training.task import TrainingStep, TrainingTask
+from splittune.training.step import TrainingStep
+from splittune.training.task import TrainingTask
 
 __all__ = ["SampleBatch", "Snapshot", "TrainingStep", "TrainingTask", "read_batches"]

@@ -127,6 +127,8 @@ class SavedTensor:
 
 
 class SavedOptimizer:
+    """An optimizer: its attributes, its groups with their options by value, and the state of each parameter."""
+
     def __init__(self, optimizer: optim.Optimizer) -> None:
         # Among the attributes are the dict of states and the list of groups: loading a state replaces both
         self.attributes = SavedAttributes(optimizer)

@@ -14,10 +14,8 @@ from torch import Tensor, nn, optim
 from splittune.errors import ConfigError
 from splittune.hardware import Hardware
 from splittune.parallel.base import SplitModule
-from splittune.split import BatchSplit
-from splittune.training.batches import SampleBatch
 from splittune.training.call import Forward, ModelCall, call_for
-from splittune.training.loss import check_loss, infer_loss
+from splittune.training.loss import infer_loss
 from splittune.training.reach import Reached, reach
 from splittune.training.snapshot import Snapshot
 
@@ -51,6 +49,8 @@ class TrainingTask:
     """The dtype of torch.autocast around forward and loss; None for none."""
     global_batch_size: int | None = None
     """Samples behind one optimizer step; None for the loader's batch size."""
+    grad_scaler: torch.amp.GradScaler | None = None
+    """Scales the loss, and takes the optimizer's steps, as ``scaler.scale(loss).backward(); scaler.step(optimizer)`` does."""
     other_state: Sequence[object] = ()
     """What else training changes or needs, ``(discriminator, its_optimizer, ema)``: modules, optimizers, schedulers, scalers,
     any object with attributes. What `loss_fn` and `step_fn` close over, are bound to or name is found without."""
@@ -85,7 +85,7 @@ class TrainingTask:
         optimizer = self.optimizer if isinstance(self.optimizer, optim.Optimizer) else None
         factory = None if optimizer is not None else self.optimizer
         self._reached = None
-        functions = (self.loss_fn, self.step_fn, factory)
+        functions = (self.loss_fn, self.step_fn, factory, self.grad_scaler)
         return Snapshot(self.model, optimizer, self.loader, others=functions, told=self.other_state)
 
     def place_others(self, hardware: Hardware) -> None:
@@ -124,6 +124,29 @@ class TrainingTask:
                 "Pass a function of the parameters, e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
             )
         return _with_plain_step(made)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss as it is run backward: times the gradient scaler's scale, where the task has one."""
+        if self.grad_scaler is None:
+            if self.autocast_dtype is torch.float16:
+                self._say_once(
+                    "autocast_dtype is torch.float16 and no grad_scaler was given: small gradients become 0, and what a scaler "
+                    "costs is not measured. Give grad_scaler=torch.amp.GradScaler()."
+                )
+            return loss
+        if not self.grad_scaler.is_enabled():
+            self._say_once("grad_scaler is disabled, as torch does where its device is not there: nothing is scaled.")
+        scaled: Tensor = self.grad_scaler.scale(loss)
+        return scaled
+
+    def update(self, optimizer: optim.Optimizer) -> None:
+        """One step of the optimizer, through the gradient scaler where the task has one, which may skip it."""
+        if self.grad_scaler is None:
+            optimizer.step()
+        else:
+            self.grad_scaler.step(optimizer)
+            self.grad_scaler.update()
+        optimizer.zero_grad(set_to_none=True)
 
     def loss_of(self, model: SplitModule, batch: Any) -> tuple[Tensor, Any]:
         """The loss of one micro-batch, under autocast where the task has it, and what a loop has in its variables besides.
@@ -232,10 +255,24 @@ class TrainingTask:
                 f"global_batch_size is {size!r}: expected an integer of at least 1, the samples behind one optimizer step. "
                 "Leave it out for the loader's batch size."
             )
+        self._check_grad_scaler()
         self._check_other_state()
         dtype: object = self.autocast_dtype
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ConfigError(f"autocast_dtype is {dtype!r}: expected a torch.dtype, such as torch.bfloat16.")
+
+    def _check_grad_scaler(self) -> None:
+        scaler: object = self.grad_scaler
+        if scaler is None:
+            return
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise ConfigError(f"grad_scaler is {scaler!r}: expected a torch.amp.GradScaler.")
+        scale = scaler.get_scale()
+        if not 0 < scale < float("inf"):
+            raise ConfigError(
+                f"grad_scaler has a scale of {scale}: expected a finite number above 0, such as 65536.0. Gradients times it say "
+                "nothing, and every step would be skipped. Make a new torch.amp.GradScaler(), or load another state."
+            )
 
     def _check_other_state(self) -> None:
         given: object = self.other_state
@@ -308,53 +345,3 @@ def _with_plain_step(optimizer: optim.Optimizer) -> optim.Optimizer:
             "step() needs no closure, such as AdamW or SGD. Tune with one of those."
         )
     return optimizer
-
-
-class TrainingStep:
-    """One optimizer step of a task under a split, in the parts that are measured: micro-steps, then the update."""
-
-    def __init__(
-        self,
-        task: TrainingTask,
-        model: SplitModule,
-        optimizer: optim.Optimizer,
-        split: BatchSplit,
-        samples: SampleBatch,
-    ) -> None:
-        self.split = split
-        self._task, self._model, self._optimizer = task, model, optimizer
-        self._batches = {size: samples.micro_batch(size) for size in sorted(set(split.micro_batch_sizes))}
-        self._loss_was_checked = False
-        self._latest: tuple[Any, ...] = ()
-
-    def micro_step(self, num_samples: int | None = None, *, last: bool = True) -> None:
-        """Forward and backward of one micro-batch, the largest unless told; its gradient weighs as its samples do.
-
-        The `last` one of a step brings the gradients home.
-        """
-        size = self.split.micro_batch_size if num_samples is None else num_samples
-        with nullcontext() if last else self._model.no_sync():
-            self._forward_and_backward(size)
-
-    def _forward_and_backward(self, size: int) -> None:
-        # Training loops keep the last loss, output and targets in their variables while the next forward runs: so does
-        # this one, or the plan would be short by one output on the card that gathers them.
-        self._latest = self._task.loss_of(self._model, self._batches[size])
-        loss = self._latest[0]
-        if not self._loss_was_checked:
-            check_loss(loss, "step_fn" if self._task.step_fn else "the job")
-            self._loss_was_checked = True
-        (loss * (size / self.split.global_batch_size)).backward()
-
-    def update(self) -> None:
-        """The optimizer's update, and the gradients given back."""
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def whole(self) -> None:
-        """A complete optimizer step over the global batch."""
-        *others, final = self.split.micro_batch_sizes
-        for size in others:
-            self.micro_step(size, last=False)
-        self.micro_step(final)
-        self.update()

@@ -40,10 +40,9 @@ class TrainingLoop:
         for micro in self._config.micro_batches(batch, self._model):
             self._latest = self._task.loss_of(self._model, micro.batch)
             loss = self._latest[0]
-            (loss * micro.weight).backward()
+            self._task.scaled(loss * micro.weight).backward()
             total += float(loss.detach()) * micro.weight
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._task.update(self._optimizer)
         return total
 
     def evaluate(self, batches: Iterable[Any]) -> None:

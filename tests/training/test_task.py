@@ -9,42 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 from torch.nn import functional
 
 from splittune.errors import ConfigError
-from splittune.parallel import BalancedDataParallel
-from splittune.split import BatchSplit
-from splittune.training import TrainingStep, TrainingTask, read_batches
+from splittune.training import TrainingTask
+from tests.training.job import BATCH, make_model, step_of, task, two_steps, wrapped
 from tests.training.state import state_of
-
-BATCH = (torch.randn(6, 4), torch.randn(6, 2))
-
-
-def make_model(*, trainable: bool = True) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).requires_grad_(trainable)
-
-
-def task(**options: Any) -> TrainingTask:
-    return TrainingTask(options.pop("model", make_model()), [BATCH], **options)
-
-
-def wrapped(model: nn.Module, shard_sizes: tuple[int, ...] = (2, 4)) -> BalancedDataParallel:
-    return BalancedDataParallel(module=model, shard_sizes=shard_sizes, device_ids=["cpu"] * len(shard_sizes))
-
-
-def step_of(job: TrainingTask, split: BatchSplit) -> TrainingStep:
-    return TrainingStep(
-        job, wrapped(job.model, split.shard_sizes), job.make_optimizer(), split, read_batches(job.loader)
-    )
-
-
-def two_steps(global_batch_size: int = 6) -> BatchSplit:
-    return BatchSplit.even(global_batch_size=global_batch_size, accumulation_steps=2, num_devices=2)
-
 
 # jobs that are refused
 
@@ -79,6 +50,17 @@ def two_steps(global_batch_size: int = 6) -> BatchSplit:
         (lambda: task(global_batch_size=-4), "global_batch_size is -4"),
         (lambda: task(global_batch_size=True), "global_batch_size is True"),
         (lambda: task(global_batch_size=2.5), "global_batch_size is 2.5"),
+        (lambda: task(grad_scaler=65536.0), r"grad_scaler is 65536.0: expected a torch.amp.GradScaler"),
+        (
+            lambda: task(grad_scaler=torch.amp.GradScaler("cpu", init_scale=0.0)),
+            r"grad_scaler has a scale of 0\.0: expected a finite number above 0, such as 65536.*Make a new",
+        ),
+        (lambda: task(grad_scaler=torch.amp.GradScaler("cpu", init_scale=float("nan"))), "a scale of nan"),
+        (lambda: task(other_state=make_model()), r"other_state is a Sequential: expected a tuple of objects"),
+        (
+            lambda: task(other_state=(make_model(), 3)),
+            r"other_state\[1\] is 3, which has nothing to put back.*Leave it out",
+        ),
         (lambda: task(autocast_dtype="bf16"), "autocast_dtype is 'bf16': expected a torch.dtype"),
     ],
 )
@@ -241,63 +223,6 @@ def test_forward_and_loss_run_under_autocast(dtype: torch.dtype | None) -> None:
     assert set(seen) == {(dtype or torch.float32, dtype is not None)}
     assert not torch.is_autocast_enabled("cpu")
     assert all(parameter.dtype == torch.float32 for parameter in job.model.parameters())
-
-
-# one step
-
-
-@given(global_batch_size=st.integers(1, 13), data=st.data())
-def test_a_whole_step_has_the_gradient_of_the_whole_batch(global_batch_size: int, data: st.DataObject) -> None:
-    """However the batch is cut, a step's gradient is that of all its samples at once, and each is run once."""
-    k = data.draw(st.integers(1, global_batch_size), label="accumulation_steps")
-    split = BatchSplit.even(global_batch_size=global_batch_size, accumulation_steps=k, num_devices=2)
-    sizes, grads = [], []
-
-    class Sgd(optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            grads.extend(parameter.grad.clone() for parameter in model.parameters())
-
-    def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
-        sizes.append(len(output))
-        return functional.mse_loss(output, targets)
-
-    model = make_model().double()
-    x, y = (tensor.double() for tensor in BATCH)
-    job = TrainingTask(model, [(x, y)], loss_fn=loss_fn, optimizer=Sgd(model.parameters(), lr=0.1))
-    step_of(job, split).whole()
-    # every micro-batch starts with the same samples
-    parts = [read_batches([(x, y)]).micro_batch(size) for size in split.micro_batch_sizes]
-    whole = [torch.cat(column) for column in zip(*parts, strict=True)]
-    expected = torch.autograd.grad(functional.mse_loss(model(whole[0]), whole[1]), list(model.parameters()))
-    assert tuple(sizes) == split.micro_batch_sizes
-    torch.testing.assert_close(grads, list(expected))
-
-
-def test_micro_steps_are_of_the_largest_size_unless_told() -> None:
-    """A micro-step alone is the largest, since that is the one whose time and memory count."""
-    sizes = []
-
-    def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
-        sizes.append(len(output))
-        return functional.mse_loss(output, targets)
-
-    job = task(loss_fn=loss_fn)
-    step = step_of(job, two_steps(5))
-    step.micro_step()
-    step.micro_step(2)
-    assert sizes == [3, 2]
-
-
-def test_an_update_trains_and_gives_the_gradients_back() -> None:
-    """After an update the parameters have moved and hold no gradient."""
-    job = task(optimizer=lambda parameters: optim.SGD(parameters, lr=0.1))
-    before = [parameter.clone() for parameter in job.model.parameters()]
-    step = step_of(job, two_steps())
-    step.micro_step()
-    step.update()
-    for parameter, values in zip(job.model.parameters(), before, strict=True):
-        assert not torch.equal(parameter, values)
-        assert parameter.grad is None
 
 
 # the snapshot

@@ -1,0 +1,96 @@
+"""TrainingStep: one optimizer step of a task under a split, in the parts that are measured."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import optim
+
+from splittune.errors import ConfigError
+from splittune.parallel.base import SplitModule
+from splittune.split import BatchSplit
+from splittune.training.batches import SampleBatch
+from splittune.training.loss import check_loss
+from splittune.training.task import TrainingTask
+
+# Every skip halves the scale: so many take torch's first one, 2**16, below float16's smallest number, 2**-24.
+MAX_SKIPPED_IN_A_ROW = 40
+
+
+class TrainingStep:
+    """One optimizer step of a task under a split, in the parts that are measured: micro-steps, then the update."""
+
+    def __init__(
+        self,
+        task: TrainingTask,
+        model: SplitModule,
+        optimizer: optim.Optimizer,
+        split: BatchSplit,
+        samples: SampleBatch,
+    ) -> None:
+        self.split = split
+        self.num_skipped = 0
+        """Updates that the gradient scaler skipped, of those that `took_effect` was asked about."""
+        self._task, self._model, self._optimizer = task, model, optimizer
+        self._batches = {size: samples.micro_batch(size) for size in sorted(set(split.micro_batch_sizes))}
+        self._loss_was_checked = False
+        self._latest: tuple[Any, ...] = ()
+        self._scale = 1.0 if task.grad_scaler is None else task.grad_scaler.get_scale()
+        self._num_skipped_in_a_row = 0
+
+    def micro_step(self, num_samples: int | None = None, *, last: bool = True) -> None:
+        """Forward and backward of one micro-batch, the largest unless told; its gradient weighs as its samples do.
+
+        The `last` one of a step brings the gradients home.
+        """
+        size = self.split.micro_batch_size if num_samples is None else num_samples
+        with nullcontext() if last else self._model.no_sync():
+            self._forward_and_backward(size)
+
+    def _forward_and_backward(self, size: int) -> None:
+        # Training loops keep the last loss, output and targets in their variables while the next forward runs: so does
+        # this one, or the plan would be short by one output on the card that gathers them.
+        self._latest = self._task.loss_of(self._model, self._batches[size])
+        loss = self._latest[0]
+        if not self._loss_was_checked:
+            check_loss(loss, "step_fn" if self._task.step_fn else "the job")
+            self._loss_was_checked = True
+        self._task.scaled(loss * (size / self.split.global_batch_size)).backward()
+
+    def update(self) -> None:
+        """The optimizer's update, and the gradients given back."""
+        self._task.update(self._optimizer)
+
+    def took_effect(self) -> bool:
+        """Whether the latest update was made; False where the gradient scaler skipped it, which lowers its scale.
+
+        Ask after every update, and outside what is timed: reading the scale waits for the device.
+
+        Raises:
+            ConfigError: more than 40 were skipped in a row, so no scale will do.
+        """
+        scaler = self._task.grad_scaler
+        if scaler is None:
+            return True
+        before, self._scale = self._scale, scaler.get_scale()
+        if self._scale >= before:
+            self._num_skipped_in_a_row = 0
+            return True
+        self.num_skipped += 1
+        self._num_skipped_in_a_row += 1
+        if self._num_skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+            raise ConfigError(
+                f"the gradient scaler skipped {self._num_skipped_in_a_row} steps in a row, and its scale is {self._scale:g}: "
+                "expected finite gradients at some scale. Check the model for operations that overflow in half precision, or "
+                "train in torch.bfloat16, which needs no scaler."
+            )
+        return False
+
+    def whole(self) -> None:
+        """A complete optimizer step over the global batch."""
+        *others, final = self.split.micro_batch_sizes
+        for size in others:
+            self.micro_step(size, last=False)
+        self.micro_step(final)
+        self.update()
