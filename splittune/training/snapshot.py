@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from splittune.training.reach import MAX_OBJECTS, Reached, reach
+from splittune.training.reach import MAX_OBJECTS, Binding, Reached, reach
 from splittune.training.saved import (
     SavedAttributes,
     SavedContainer,
@@ -79,10 +79,12 @@ class Snapshot:
 
         `on_host_only` is for devices that a CUDA error has made unusable: no value on them is touched.
         """
-        for named in (*self._bindings, *self._containers, *self._modules):
-            named.restore()
-        for valued in (*self._tensors, *self._optimizers, *self._objects):
-            valued.restore(on_host_only=on_host_only)
+        named: list[Binding | SavedContainer | SavedModule] = [*self._bindings, *self._containers, *self._modules]
+        for each in named:
+            each.restore()
+        valued: list[SavedTensor | SavedOptimizer | SavedObject] = [*self._tensors, *self._optimizers, *self._objects]
+        for thing in valued:
+            thing.restore(on_host_only=on_host_only)
         for owner in self._loader:
             owner.restore()
         self._random.restore(on_host_only=on_host_only)
@@ -118,10 +120,10 @@ class _SavedRandom:
         for generator, state in self.generators:
             if generator.device.type == "cpu" or not on_host_only:
                 generator.set_state(state)
-        for own, state in self.of_python:
-            own.setstate(state)
-        for own, state in self.of_numpy:
-            own.state = state
+        for own, internal in self.of_python:
+            own.setstate(internal)
+        for bit_generator, internal in self.of_numpy:
+            bit_generator.state = internal
 
 
 def _parts_of(loader: Iterable[Any]) -> list[object]:
@@ -139,5 +141,5 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 def _is_plain(thing: object) -> bool:
     """Whether it is an object that is kept by its attributes."""
-    kept_otherwise = nn.Module | optim.Optimizer | Tensor | dict | list | tuple
+    kept_otherwise = (nn.Module, optim.Optimizer, Tensor, dict, list, tuple)
     return not isinstance(thing, kept_otherwise) and hasattr(thing, "__dict__")
