@@ -1,10 +1,13 @@
-"""The demo's job: a byte-level GPT on real text that every machine has, the source of Python's own standard library."""
+"""The demo's job: a byte-level GPT on real text that every machine has.
+
+The text is the source of Python's own standard library.
+"""
 
 from __future__ import annotations
 
 import itertools
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,8 +19,10 @@ from splittune.config import SplitConfig
 from splittune.hardware import DeviceMemory, Hardware
 from splittune.training import TrainingTask
 
-# Small cards, so that a model which trains on any CPU fills them; another program leaves 46 MiB of GPU 0.
+# Small cards, so that a model which trains on any CPU fills one; another program leaves 46 MiB of
+# GPU 0. A choice.
 DEMO_DEVICES = "1xT400-4GB:occupied=3776MiB,3xT400-4GB"
+# Enough for the loss to halve, in a quarter of a minute. A choice.
 DEMO_STEPS = 30
 # Modules that every CPython ships, long and of ordinary prose and code.
 SOURCES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "difflib.py", "doctest.py", "inspect.py", "typing.py")
@@ -25,7 +30,10 @@ NUM_BYTE_VALUES = 256
 
 
 class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of bytes from the standard library's source, each with the bytes that follow: (context,) int64 twice."""
+    """Windows of bytes from the standard library's source, each with the bytes that follow.
+
+    A sample is (context,) int64 twice.
+    """
 
     def __init__(self, context: int) -> None:
         folder = Path(sysconfig.get_paths()["stdlib"])
@@ -89,7 +97,10 @@ class ByteGPT(nn.Module):
 def byte_gpt(
     batch_size: int = 64, *, context: int = 64, width: int = 128, num_layers: int = 4, seed: int = 0
 ) -> TrainingTask:
-    """The job of ``splittune demo``; ``splittune tune`` takes it too, as ``splittune/demo.py:byte_gpt``."""
+    """The job of ``splittune demo``.
+
+    ``splittune tune`` takes it too, as ``splittune/demo.py:byte_gpt``.
+    """
     torch.manual_seed(seed)
     model = ByteGPT(width=width, num_layers=num_layers, context=context)
     order = torch.Generator().manual_seed(seed)
@@ -100,19 +111,18 @@ def byte_gpt(
 
 
 def train_under_config(
-    config: SplitConfig,
-    hardware: Hardware,
-    *,
-    num_steps: int = DEMO_STEPS,
-    on_step: Callable[[int, float], None] | None = None,
+    config: SplitConfig, hardware: Hardware, *, num_steps: int = DEMO_STEPS
 ) -> tuple[list[float], tuple[DeviceMemory, ...]]:
-    """Train a fresh model under `config` as a user would, with the meter running; each step's loss, and the peaks."""
+    """Train a fresh model under `config` as a user would, with the meter running.
+
+    Returns the loss of each step, and the devices' memory with its peaks.
+    """
     task = byte_gpt(config.split.global_batch_size)
     optimizer = torch.optim.AdamW(task.model.parameters())
     losses = []
     with hardware.metered():
         model = config.wrap(task.model, hardware=hardware)
-        for step, batch in enumerate(itertools.islice(task.loader, num_steps), start=1):
+        for batch in itertools.islice(task.loader, num_steps):
             total = 0.0
             for micro in config.micro_batches(batch, model):
                 inputs, targets = micro.batch
@@ -123,6 +133,4 @@ def train_under_config(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(total)
-            if on_step is not None:
-                on_step(step, total)
         return losses, hardware.memory()

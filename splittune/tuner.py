@@ -266,5 +266,6 @@ def _result_of(found: SearchResult, job: JobFacts, headroom: tuple[int, ...], se
         trials=found.trials,
         config=config,
         stopped=found.stopped,
-        warnings=found.warnings if slow is None else (*found.warnings, slow),
+        warnings=found.warnings,
+        notes=() if slow is None else (slow,),
     )

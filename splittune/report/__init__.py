@@ -1,14 +1,19 @@
-"""What people and spreadsheets read of a search: the result, its tables, its explanation, progress on a console."""
+"""What people and spreadsheets read of a search: result, diagnosis, tables, progress."""
 
-from splittune.report.explain import MemoryParts, explain, memory_parts
+from splittune.report.diagnosis import Diagnosis, Remedy, diagnose
+from splittune.report.explain import explain
+from splittune.report.memory_parts import MemoryParts, memory_parts
 from splittune.report.tables import TrialRecord, devices_table, save_csv, trials_table
 from splittune.report.tune_result import TuneResult, save_tables
 
 __all__ = [
+    "Diagnosis",
     "MemoryParts",
+    "Remedy",
     "TrialRecord",
     "TuneResult",
     "devices_table",
+    "diagnose",
     "explain",
     "memory_parts",
     "save_csv",

@@ -1,74 +1,143 @@
-"""A result on a console: the baseline beside the best, where memory went, and why."""
+"""A result on a console: the answer, both splits side by side, why, and what to see to."""
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
-from splittune.report.words import shape_of, speed_of
-from splittune.units import format_bytes, format_time
+from splittune.report.explain import facts_of, remedy_of, risks_of
+from splittune.report.like_devices import like_devices
+from splittune.report.words import gpus, rate_of, shares_of
+from splittune.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from splittune.config import SplitConfig
     from splittune.hardware import DeviceMemory
+    from splittune.profiling.measurement import Measurement
     from splittune.report.tune_result import TuneResult
+
+# Prose is no wider than this, on any screen. A choice.
+MAX_WIDTH = 100
+# Characters of a bar: a device's room is told to 6 %. A choice.
+BAR_WIDTH = 16
+# Below this the two splits are called equally fast: the headline has two decimals.
+LEAST_SPEEDUP = 1.005
 
 WHY_STOPPED = {
     "converged": "The search ended because no other split is expected to be faster.",
-    "max_trials": "The search ended at its limit of trials; more may find a faster split.",
-    "timeout": "The search ended at its limit of time; more may find a faster split.",
     "space exhausted": "The search ended because every other split is measured or known not to fit.",
+}
+# What ended the search before it was done, with what to do.
+CUT_SHORT = {
+    "max_trials": "the search ended at its limit of trials (--max-trials); more may find a faster split.",
+    "timeout": "the search ended at its limit of time (--timeout-s); more may find a faster split.",
 }
 
 
-def show_result(result: TuneResult, console: Console) -> None:
-    """The baseline beside the best, where every device's memory went under each, and why."""
-    modelled = ", modelled" if result.config.is_modelled else ""
-    rows = [("even split", result.baseline), ("tuned split", result.best)]
-    table = Table("", "steps x shards", f"samples/s{modelled}", "time of a step", title="Baseline and best")
-    for name, measurement in rows:
-        if measurement is None:
-            table.add_row(name, "fits at no number of steps", "", "")
-        else:
-            speed = speed_of(measurement).removesuffix(" samples/s")
-            table.add_row(name, shape_of(measurement.split), speed, format_time(measurement.step_time_s or 0.0))
-    console.print(table)
-    if result.speedup is not None:
-        console.print(f"{result.speedup:.2f} times the even split's throughput{modelled}.", highlight=False)
-    if result.stopped in WHY_STOPPED:
-        console.print(WHY_STOPPED[result.stopped], highlight=False)
-    console.print("\nMemory at the peak   # held by others   = this job   . free", highlight=False, markup=False)
-    for index, device in enumerate(result.config.devices):
-        title = f"GPU {index}  {device.name}"
-        for name, measurement in rows:
-            if measurement is not None and measurement.memory:
-                bar = _memory_bar(measurement.memory[index])
-                console.print(f"{title:<18} {name:<12} {bar}", highlight=False, markup=False)
-                title = ""  # once a card
-    console.print(f"\n{result.explanation}", highlight=False, markup=False)
+def show_result(result: TuneResult, console: Console, *, verbose: bool = False) -> None:
+    """Show how much faster it is, both splits side by side, and why.
+
+    If `verbose`, why the search ended and the whole explanation.
+    """
+    console.print(f"\n{_headline(result)}\n", style="bold", highlight=False, soft_wrap=True)
+    for line in _side_by_side(result):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    if verbose:
+        _print_prose(WHY_STOPPED.get(result.stopped, ""), console)
+        _print_prose(result.explanation, console)
+        return
+    _print_prose(f"Why: {' '.join(facts_of(result.diagnosis))}", console)
+    remedy = remedy_of(result.diagnosis)
+    if remedy:
+        _print_prose(f"For more: {remedy}.", console)
 
 
-def show_memory_plan(config: SplitConfig, peaks: Sequence[DeviceMemory], console: Console) -> None:
-    """What training really took on every device, beside what the config planned."""
-    table = Table("device", "planned peak", "peak in training", "", title="Memory reserved")
-    for device, planned, peak in zip(config.devices, config.planned_peak_reserved_bytes, peaks, strict=True):
-        within = peak.peak_reserved_bytes <= planned
-        table.add_row(
-            f"GPU {device.index}  {device.name}",
-            format_bytes(planned),
-            format_bytes(peak.peak_reserved_bytes),
-            "as planned" if within else "MORE THAN PLANNED",
-        )
-    console.print(table)
+def show_notes(result: TuneResult, console: Console) -> None:
+    """Show what to see to before training, a line each: the last thing to print, often nothing."""
+    cut_short = [CUT_SHORT[result.stopped]] if result.stopped in CUT_SHORT else []
+    for note in (*risks_of(result.diagnosis), *result.notes, *cut_short):
+        _print_prose(f"note: {note}", console)
 
 
-def _memory_bar(memory: DeviceMemory, width: int = 16) -> str:
-    """``####====......`` for what others hold, what this job took, and what was left."""
-    outside = round(width * memory.outside_bytes / memory.total_bytes)
-    taken = min(round(width * memory.peak_reserved_bytes / memory.total_bytes), width - outside)
-    bar = "#" * outside + "=" * taken + "." * (width - outside - taken)
-    return f"{bar}  {format_bytes(memory.peak_reserved_bytes)}, {format_bytes(memory.headroom_bytes)} left"
+def describe_memory_kept(config: SplitConfig, peaks: Sequence[DeviceMemory]) -> str:
+    """Whether training kept to it: ``"memory as planned on all 4 GPUs"``, or where it did not."""
+    planned = config.planned_peak_reserved_bytes
+    over = [peak for peak, plan in zip(peaks, planned, strict=True) if peak.peak_reserved_bytes > plan]
+    if not over:
+        return "memory as planned" if len(peaks) == 1 else f"memory as planned on all {len(peaks)} GPUs"
+    parts = [
+        f"{format_bytes(peak.peak_reserved_bytes)} on GPU {peak.device} where {format_bytes(planned[peak.device])} were"
+        for peak in over
+    ]
+    return f"MORE MEMORY THAN PLANNED: {', '.join(parts)}"
+
+
+def _headline(result: TuneResult) -> str:
+    modelled = " (modelled)" if result.config.is_modelled else ""
+    best, baseline = result.best, result.baseline
+    if baseline is None or result.speedup is None:
+        return f"{rate_of(best)} samples/s{modelled}, where no even split fits at any number of accumulation steps"
+    if best.split == baseline.split and best.loss_placement == baseline.loss_placement:
+        return f"The even split is the fastest that was found: {rate_of(best)} samples/s{modelled}"
+    rates = f"{rate_of(best)} instead of {rate_of(baseline)} samples/s{modelled}"
+    if result.speedup < LEAST_SPEEDUP:
+        return f"As fast as the even split: {rates}"
+    return f"{result.speedup:.2f}x faster at the same batch size: {rates}"
+
+
+def _side_by_side(result: TuneResult) -> list[str]:
+    """A line for each property, with a column for the even split and one for the tuned split."""
+    both = [("even split", result.baseline), ("tuned split", result.best)]
+    shown = [(name, measurement) for name, measurement in both if measurement is not None]
+    runs = [measurement for _, measurement in shown]
+    rows: list[tuple[str, list[str], str]] = [
+        ("", [name for name, _ in shown], ""),
+        ("accumulation steps", [str(run.split.accumulation_steps) for run in runs], ""),
+        ("samples per GPU", [shares_of(run.split) for run in runs], ""),
+    ]
+    if any(run.loss_placement == "replica" for run in runs):
+        places = {"output": "on GPU 0", "replica": "in each replica"}
+        rows.append(("loss computed", [places[run.loss_placement] for run in runs], ""))
+    if all(run.memory for run in runs):
+        rows += _memory_rows(result, runs)
+    first = max(len(label) for label, _, _ in rows)
+    width = max(len(cell) for _, cells, _ in rows for cell in cells)
+    return [
+        f"  {label:<{first}}   {'   '.join(f'{cell:<{width}}' for cell in cells)}   {last}".rstrip()
+        for label, cells, last in rows
+    ]
+
+
+def _memory_rows(result: TuneResult, runs: Sequence[Measurement]) -> list[tuple[str, list[str], str]]:
+    """A line for GPU 0, and one for every group of like devices, with the fullest of them."""
+    devices = result.config.devices
+    groups = [(0,), *like_devices(devices[1:], *(run.memory[1:] for run in runs))]
+    rows = []
+    for group in groups:
+        cells = [_bar(max((run.memory[index] for index in group), key=_part_taken)) for run in runs]
+        room = min(memory.total_bytes - memory.outside_bytes for memory in (result.best.memory[i] for i in group))
+        rows.append((f"peak memory, {gpus(group)}", cells, f"of {format_bytes(room)}"))
+    return rows
+
+
+def _bar(memory: DeviceMemory) -> str:
+    """``"####............  1.00 GiB"``: what this job took of what others leave, here 4 GiB."""
+    filled = min(BAR_WIDTH, round(BAR_WIDTH * _part_taken(memory)))
+    filled = max(filled, 1 if memory.peak_reserved_bytes else 0)
+    return f"{'#' * filled}{'.' * (BAR_WIDTH - filled)} {format_bytes(memory.peak_reserved_bytes):>9}"
+
+
+def _part_taken(memory: DeviceMemory) -> float:
+    return memory.peak_reserved_bytes / max(memory.total_bytes - memory.outside_bytes, 1)
+
+
+def _print_prose(text: str, console: Console) -> None:
+    if text:
+        width = min(console.width, MAX_WIDTH) if console.is_terminal else MAX_WIDTH
+        filled = textwrap.fill(text, width, break_on_hyphens=False)
+        console.print(filled, highlight=False, markup=False, soft_wrap=True)

@@ -1,14 +1,16 @@
-"""Shows a search and its result to people: a live bar in a terminal, plain lines elsewhere, or nothing."""
+"""A search or a run as it goes: a live bar in a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from splittune.profiling.measurement import Measurement, Outcome
-from splittune.report.words import shape_of, speed_of
+from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
+from splittune.report.like_devices import like_devices
+from splittune.report.words import count_of, gpus, rate_of, shape_of
 from splittune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -16,18 +18,20 @@ if TYPE_CHECKING:
     from splittune.search import Trial
     from splittune.split import BatchSplit, SplitSpace
 
-_WORDS = {
-    Outcome.OK: "ok",
+_FAILURES = {
     Outcome.OUT_OF_MEMORY: "out of memory",
-    Outcome.NO_HEADROOM: "too little headroom",
+    Outcome.NO_HEADROOM: "too little left",
     Outcome.CRASHED: "crashed",
 }
+_SHAPES = "accumulation steps x samples per GPU"
+HEADER = f"trial  {_SHAPES}  samples/s  least memory left"
 
 
 def callback_for(progress: bool, console: Console | None = None) -> ConsoleCallback | SilentCallback:
-    """A callback on standard error, so that standard output stays the caller's; a silent one for False.
+    """A callback on standard error, so that standard output stays the caller's; silent for False.
 
-    Notebooks get plain lines on standard output: they show the other one as if something were wrong.
+    Notebooks get plain lines on standard output: they show the other one as if something were
+    wrong.
     """
     if not progress:
         return SilentCallback()
@@ -37,9 +41,10 @@ def callback_for(progress: bool, console: Console | None = None) -> ConsoleCallb
 
 
 def describe_trial(trial: Trial) -> str:
-    """One line on a finished trial: what was measured, how it went, and why this split was tried."""
+    """One line under `HEADER`: the split, its speed, and what it left free or how it failed."""
     measurement = trial.measurement
-    return f"{shape_of(measurement.split):<22} {_result_of(measurement):<44} {trial.reason}"
+    rate = rate_of(measurement) if measurement.outcome is Outcome.OK else "-"
+    return f"{trial.number:>5}  {shape_of(measurement.split):<{len(_SHAPES)}}  {rate:>9}  {_left_by(measurement)}"
 
 
 class SilentCallback:
@@ -59,10 +64,17 @@ class SilentCallback:
 
 
 class ConsoleCallback:
-    """A line for every finished trial; in a terminal also a bar with what is being measured and the best so far."""
+    """A line for each searched trial, and one for all that were measured again.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    In a terminal also a bar with what is being measured and the best so far. If `verbose`, the
+    reason of every trial, and a line for each that was measured again.
+    """
+
+    def __init__(self, console: Console, *, verbose: bool = False) -> None:
+        self._is_verbose = verbose
+        self._has_header = False
+        self._searched: dict[tuple[BatchSplit, LossPlacement], float] = {}
+        self._again: dict[tuple[BatchSplit, LossPlacement], float] = {}
         self._best: Measurement | None = None
         self._modelled = ""
         self._progress = _bar_of("trial", console)
@@ -71,42 +83,59 @@ class ConsoleCallback:
     def on_start(self, cards: DeviceView, space: SplitSpace, max_trials: int) -> None:
         self._modelled = " (modelled)" if cards.is_modelled else ""
         with cards.metered():
-            for device, memory in zip(cards.devices, cards.memory(), strict=True):
-                self._print(
-                    f"GPU {device.index}  {device.name}: {format_bytes(memory.total_bytes)}, "
-                    f"{format_bytes(memory.outside_bytes)} of it held outside this job"
-                )
+            memory = [replace(each, peak_allocated_bytes=0, peak_reserved_bytes=0) for each in cards.memory()]
+        for group in like_devices(cards.devices, memory):
+            free = min(memory[index].headroom_bytes for index in group)
+            device = cards.devices[group[0]]
+            self._print(
+                f"{gpus(group):<7}  {device.name}, {format_bytes(free)} of {format_bytes(device.total_bytes)} free"
+            )
+        modelled = " (memory accounted, time modelled)" if cards.is_modelled else ""
         self._print(
-            f"{space.global_batch_size} samples a step over {space.num_devices} devices: {space.num_splits:,} legal splits, "
-            f"at most {max_trials} trials"
+            f"{count_of(space.global_batch_size, 'sample')} a step: at most {max_trials} of "
+            f"{count_of(space.num_splits, 'split')} are tried{modelled}"
         )
         self._progress.update(self._bar, total=max_trials)
         self._progress.start()
 
     def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None:
         what = "in whole steps" if in_whole_steps else "measuring"
-        best = "" if self._best is None else f"; best {shape_of(self._best.split)}, {speed_of(self._best)}"
-        self._progress.update(self._bar, description=f"{what} {shape_of(split)}{best}{self._modelled}")
+        best = self._best
+        so_far = "" if best is None else f"; best {shape_of(best.split)}, {rate_of(best)} samples/s"
+        self._progress.update(self._bar, description=f"{what} {shape_of(split)}{so_far}{self._modelled}")
 
     def on_trial(self, trial: Trial) -> None:
         measurement = trial.measurement
-        fits = measurement.outcome is Outcome.OK and measurement.throughput is not None
-        if fits and (self._best is None or (measurement.throughput or 0) > (self._best.throughput or 0)):
+        key, rate = (measurement.split, measurement.loss_placement), measurement.throughput
+        fits = measurement.outcome is Outcome.OK and rate is not None
+        if fits and (self._best is None or (rate or 0) > (self._best.throughput or 0)):
             self._best = measurement
         if trial.kind == "search":
             self._progress.advance(self._bar)
-        label = f"trial {trial.number:>2}" if trial.kind == "search" else "confirm "
-        self._print(f"{label}  {describe_trial(trial)}")
+            self._searched[key] = rate or 0.0
+        elif fits:
+            self._again[key] = rate or 0.0
+        if trial.kind == "search" or self._is_verbose or not fits:
+            # Not at the start: what is logged before the first trial stands above it.
+            if not self._has_header:
+                self._print(HEADER)
+            self._has_header = True
+            again = "" if trial.kind == "search" else " (again)"
+            self._print(f"{describe_trial(trial)}{again}{f'  {trial.reason}' if self._is_verbose else ''}")
 
     def on_end(self) -> None:
         self._progress.stop()
+        off = [abs(rate / self._searched[key] - 1) for key, rate in self._again.items() if self._searched.get(key)]
+        if off:
+            splits = f"{len(off)} splits agree" if len(off) > 1 else "1 split agrees"
+            self._print(f"measured again in whole steps: {splits} to {100 * max(off):.1f} %")
 
     def _print(self, line: str) -> None:
         self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class StepCallback:
-    """A line for the first and every tenth part of the steps; in a terminal also a bar with what is going on."""
+    """A line for the first and every tenth part of the steps; in a terminal also a bar."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -142,10 +171,15 @@ def _bar_of(what: str, console: Console) -> Progress:
     )
 
 
-def _result_of(measurement: Measurement) -> str:
-    if measurement.outcome is not Outcome.OK:
-        return _WORDS[measurement.outcome]
+def _left_by(measurement: Measurement) -> str:
+    """``"8.2 MiB on GPU 0"``, what went wrong, if anything, and where the loss was computed."""
     least = min(measurement.memory, key=lambda memory: memory.headroom_bytes, default=None)
-    if least is None:
-        return speed_of(measurement)
-    return f"{speed_of(measurement)}, {format_bytes(least.headroom_bytes)} left on GPU {least.device}"
+    parts = [] if least is None else [f"{format_bytes(least.headroom_bytes)} on GPU {least.device}"]
+    failure = _FAILURES.get(measurement.outcome)
+    if measurement.outcome in (Outcome.OUT_OF_MEMORY, Outcome.CRASHED):
+        parts = []
+    if failure is not None:
+        parts.append(failure)
+    if measurement.loss_placement == "replica":
+        parts.append("loss in the replicas")
+    return ", ".join(parts)

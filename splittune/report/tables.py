@@ -1,4 +1,8 @@
-"""The trials as tables, for capacity planning: one row a trial, and one row a trial and device."""
+"""The trials as tables, for capacity planning: one row a trial, and one row a trial and device.
+
+What each column means stands in the docstrings of `trials_table` and `devices_table`, and nowhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ class TrialRecord(Protocol):
     def reason(self) -> str: ...
 
 
-# pandas' nullable types: an absent integer stays an empty cell, and does not turn the column into floats
+# pandas' nullable types: an absent integer stays an empty cell, and the column one of integers.
 _TRIALS_TYPES = {
     "trial": "Int64",
     "kind": "string",
@@ -87,27 +91,27 @@ def trials_table(trials: Iterable[TrialRecord], *, is_modelled: bool | None = No
     | column | unit | meaning |
     |---|---|---|
     | `trial` | | number of the trial, counted from 0 |
-    | `kind` | | `search`, or `confirm` for a split measured again in whole steps |
-    | `outcome` | | `ok`, `out_of_memory`, `no_headroom` (it ran, and left a device too little) or `crashed` |
-    | `global_batch_size` | samples | behind one optimizer step, all devices and accumulation steps together |
+    | `kind` | | `search`, or `confirm`: measured again in whole steps |
+    | `outcome` | | `ok`, `out_of_memory`, `no_headroom` (too little was left) or `crashed` |
+    | `global_batch_size` | samples | behind one optimizer step, all devices and micro-batches |
     | `accumulation_steps` | | micro-batches in one optimizer step |
     | `micro_batch_size` | samples | of the largest micro-batch, all devices together |
     | `gpu0_bsz` | samples | device 0's part of the largest micro-batch |
     | `shard_sizes` | samples | every device's part of the largest micro-batch: `5+20+20+19` |
-    | `loss_placement` | | `output`: from gathered outputs, on the output device; `replica`: in each replica |
+    | `loss_placement` | | `output`: from gathered outputs, on GPU 0; `replica`: in each replica |
     | `throughput_samples_per_s` | samples/s | global batch over step time |
-    | `step_time_s` | s | one optimizer step: the median whole step, or else accumulation steps x micro-step + update |
+    | `step_time_s` | s | median whole step, or else accumulation steps x micro-step + update |
     | `micro_step_time_s` | s | median forward and backward of one micro-batch |
     | `update_time_s` | s | median update of the optimizer |
     | `num_micro_steps_timed` | | micro-steps behind the median; 0 where none ran |
     | `num_updates_timed` | | updates behind the median |
     | `num_whole_steps_timed` | | whole optimizer steps behind the median |
-    | `relative_error` | | half the width of the 95 % confidence interval of the step time, over it; empty for a clock that repeats exactly |
-    | `is_noisy` | | `True` where the times spread by more than 5 % of their median; empty without times |
+    | `relative_error` | | half the 95 % interval over the step time; empty for an exact clock |
+    | `is_noisy` | | `True` where times spread by over 5 % of their median; empty without times |
     | `is_modelled` | | `True` where times come from a model of the devices, not from a clock |
-    | `least_headroom_bytes` | bytes | what the fullest device had left at its peak; negative where it would not fit |
+    | `least_headroom_bytes` | bytes | left on the fullest device; negative where it would not fit |
     | `least_headroom_device` | | that device, counted from 0 within the job |
-    | `num_alloc_retries` | | times the allocator had to free memory and try again in timed steps: above 0 the split is on the edge |
+    | `num_alloc_retries` | | times an allocator had to free memory and try again: fits barely |
     | `reason` | | why the search tried this split |
     | `notes` | | what else happened: a trial repeated, cut short, throttled |
     | `message` | | what went wrong, if anything did; line breaks become spaces |
@@ -116,7 +120,7 @@ def trials_table(trials: Iterable[TrialRecord], *, is_modelled: bool | None = No
 
 
 def devices_table(trials: Iterable[TrialRecord], *, devices: Sequence[Device] = ()) -> pd.DataFrame:
-    """One row a trial and device, trials in the order given; what was not measured is an empty cell, never 0.
+    """One row a trial and device, in the order given; what was not measured is an empty cell.
 
     `devices` gives the names and is the hardware's; without it the names are empty cells.
 
@@ -133,7 +137,7 @@ def devices_table(trials: Iterable[TrialRecord], *, devices: Sequence[Device] = 
     | `headroom_bytes` | bytes | total - outside - peak reserved |
     | `micro_step_peak_bytes` | bytes | peak allocated in forward and backward alone |
     | `update_peak_bytes` | bytes | peak allocated in the optimizer's update alone |
-    | `single_step_peak_bytes` | bytes | peak allocated in a step of one such micro-batch alone, where no gradients wait |
+    | `single_step_peak_bytes` | bytes | the same of a step of one micro-batch: no gradients wait |
     | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes |
     | `busy_s` | s | median time of a micro-step in which the device worked |
     | `outcome` | | the trial's outcome, as in `trials.csv` |
@@ -145,8 +149,9 @@ def devices_table(trials: Iterable[TrialRecord], *, devices: Sequence[Device] = 
 def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
     r"""Write `frame` as CSV, whole or not at all, and return the path; missing folders are made.
 
-    The same frame gives the same bytes anywhere: UTF-8, ``"\n"`` line ends, no index, absent cells empty, and floats
-    in the fewest digits that read back equal (``0.1``, not ``0.10000000000000001``).
+    The same frame gives the same bytes anywhere: UTF-8, ``"\n"`` line ends, no index, absent cells
+    empty, and floats in the fewest digits that read back equal (``0.1``, not
+    ``0.10000000000000001``).
 
     Raises:
         ConfigError: it cannot be written there.
@@ -224,5 +229,5 @@ def _in_one_line(text: str) -> str:
 
 
 def _frame(rows: list[dict[str, Any]], types: Mapping[str, str]) -> pd.DataFrame:
-    # objects first: read as numbers, an integer column with an absent cell would pass through floats
+    # Objects first: read as numbers, an integer column with an absent cell would become floats.
     return pd.DataFrame(rows, columns=list(types), dtype=object).astype(dict(types))

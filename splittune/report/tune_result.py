@@ -1,4 +1,4 @@
-"""What `autotune` returns: the winner, what it is compared with, every trial, and the config to train with."""
+"""What `autotune` returns: the winner, what it is compared with, every trial, and the config."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from splittune.config.files import write_atomically
 from splittune.config.split_config import SplitConfig
 from splittune.hardware.base import Device
 from splittune.profiling.measurement import Measurement
-from splittune.report.explain import explain
+from splittune.report.diagnosis import Diagnosis, diagnose
+from splittune.report.explain import paragraph_of, risks_of
 from splittune.report.tables import devices_table, save_csv, trials_table
 from splittune.search import Trial
 
-CONFIG_FILE, TRIALS_FILE, DEVICES_FILE = "split.json", "trials.csv", "devices.csv"
+CONFIG_FILE = "split.json"
+TRIALS_FILE = "trials.csv"
+DEVICES_FILE = "devices.csv"
 EXPLANATION_FILE = "explanation.txt"
+# Columns of the explanation's file, as any terminal shows them. A choice.
+EXPLANATION_WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """A finished search. `best` and `baseline` were measured alike, in whole optimizer steps, in the same run."""
+    """A finished search.
+
+    `best` and `baseline` were measured alike, in whole optimizer steps, in the same run.
+    """
 
     best: Measurement
     baseline: Measurement | None
@@ -30,34 +38,45 @@ class TuneResult:
     trials: tuple[Trial, ...]
     config: SplitConfig
     stopped: str = ""
-    """Why the search ended: ``"converged"``, ``"max_trials"``, ``"timeout"`` or ``"space exhausted"``."""
+    """Why it ended: ``"converged"``, ``"max_trials"``, ``"timeout"`` or ``"space exhausted"``."""
     warnings: tuple[str, ...] = ()
-    """What people should know before they rely on it, in sentences: models that did not fit, a loader that is too slow."""
+    """What the search's models could not explain, in sentences. The emitted split was measured all
+    the same, twice, and kept its headroom: they are for whoever looks into the search."""
+    notes: tuple[str, ...] = ()
+    """What to see to before training, in sentences: a loader that is too slow."""
 
     @property
     def speedup(self) -> float | None:
-        """Best over baseline in samples/s, at least 1: 300 over 240 is 1.25. None without a baseline."""
+        """Best over baseline in samples/s, at least 1; None without a baseline.
+
+        Worked: 300 over 240 is 1.25.
+        """
         if self.baseline is None or self.baseline.throughput is None or self.best.throughput is None:
             return None
         return self.best.throughput / self.baseline.throughput
 
     @property
-    def explanation(self) -> str:
-        """One paragraph: how far apart the cards are at the best split, what fills the fullest, what would help.
+    def diagnosis(self) -> Diagnosis:
+        """What fills the devices at the best split, what that bought, and what would help."""
+        return diagnose(self.trials, self.best, self.baseline, self.config.devices, is_modelled=self.config.is_modelled)
 
-        The warnings follow.
-        """
-        text = explain(self.trials, self.best, self.baseline, self.config.devices, is_modelled=self.config.is_modelled)
-        return " ".join((text, *self.warnings))
+    @property
+    def explanation(self) -> str:
+        """The diagnosis in one paragraph; risks, notes and warnings follow."""
+        diagnosis = self.diagnosis
+        risks = [risk[0].upper() + risk[1:] for risk in risks_of(diagnosis)]
+        return " ".join((paragraph_of(diagnosis), *risks, *self.notes, *self.warnings))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``split.json``, ``trials.csv``, ``devices.csv`` and ``explanation.txt`` into `folder`, made if missing.
+        """Write ``split.json``, ``trials.csv``, ``devices.csv`` and ``explanation.txt``.
+
+        `folder` is made if missing.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
         self.config.save(Path(folder) / CONFIG_FILE)
-        write_atomically(Path(folder) / EXPLANATION_FILE, textwrap.fill(self.explanation, 100) + "\n")
+        write_atomically(Path(folder) / EXPLANATION_FILE, textwrap.fill(self.explanation, EXPLANATION_WIDTH) + "\n")
         return save_tables(folder, self.trials, self.config.devices, is_modelled=self.config.is_modelled)
 
 

@@ -1,6 +1,9 @@
-"""How a split and its speed are spelled wherever people read them."""
+"""How splits, speeds and devices are spelled wherever people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
 
 from splittune.profiling.measurement import Measurement
 from splittune.split import BatchSplit
@@ -8,9 +11,31 @@ from splittune.split import BatchSplit
 
 def shape_of(split: BatchSplit) -> str:
     """``"2 x (4+20+20+20)"``: accumulation steps and the samples of each device."""
-    return f"{split.accumulation_steps} x ({'+'.join(map(str, split.shard_sizes))})"
+    return f"{split.accumulation_steps} x ({shares_of(split)})"
 
 
-def speed_of(measurement: Measurement) -> str:
-    """``"5,674.0 samples/s"``."""
-    return "not timed" if measurement.throughput is None else f"{measurement.throughput:,.1f} samples/s"
+def shares_of(split: BatchSplit) -> str:
+    """``"4+20+20+20"``: the samples of each device in the largest micro-batch."""
+    return "+".join(map(str, split.shard_sizes))
+
+
+def rate_of(measurement: Measurement) -> str:
+    """``"5,674"`` samples/s, ``"5.67"`` where few, ``"not timed"``."""
+    rate = measurement.throughput
+    if rate is None:
+        return "not timed"
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:#.3g}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """``"1 sample"``, ``"2 samples"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def gpus(indices: Sequence[int]) -> str:
+    """``"GPU 0"``, ``"GPU 1-3"``, ``"GPU 0, 2-3"``: devices of the job, in ascending order."""
+    ends = []
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        members = [index for _, index in run]
+        ends.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return f"GPU {', '.join(ends)}"

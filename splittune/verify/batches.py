@@ -82,12 +82,11 @@ class RunBatches:
             )
         if given == found:
             return ()
-        return (
-            (
-                f"The loader gives batches of {found}, and the global batch size is {given}: their samples were cut or "
-                f"repeated to {given}. Training needs a loader of batch size {given}."
-            ),
+        note = (
+            f"The loader gives batches of {found}, and the global batch size is {given}: their samples were cut or "
+            f"repeated to {given}. Training needs a loader of batch size {given}."
         )
+        return (note,)
 
 
 def resized(batch: Any, num_samples: int) -> Any:

@@ -32,7 +32,7 @@ def with_eval_batch_size(
     loss_fn: Callable[..., Any] | None,
     on_activity: Callable[[str], None],
 ) -> Verification:
-    """`result`, its config with the largest evaluation batch that keeps the headroom, to within 5 %.
+    """`result`, its config with the largest evaluation batch that keeps the headroom, within 5 %.
 
     `batch` is the one to train and evaluate, cut or repeated to size. Batches of up to
     `MAX_EVAL_GROWTH` micro-batches are tried, and the global batch at least. Where the run was not

@@ -26,8 +26,9 @@ class Lack:
 class Verification:
     """How training under a config went, beside what the config planned.
 
-    Worked: planned 40 MiB on GPU 0 with 5 MiB to stay free; training took 42 MiB of the 46 MiB there are, so 4 MiB
-    stayed free: not verified, and ``suggested_min_headroom_bytes`` is 5 + (42 - 40) = 7 MiB.
+    Worked: planned were 40 MiB on GPU 0, with 5 MiB to stay free. Training took 42 MiB of the
+    46 MiB there are, so 4 MiB stayed free: not verified, and ``suggested_min_headroom_bytes`` is
+    5 + (42 - 40) = 7 MiB.
     """
 
     config: SplitConfig
@@ -46,6 +47,8 @@ class Verification:
     losses: tuple[float, ...]
     """Of every finished step, the mean over its samples."""
     num_evaluations: int
+    is_modelled: bool = False
+    """True for virtual devices, whose memory is accounted."""
     lack: Lack | None = None
     """Where memory ran out; None where it did not."""
     notes: tuple[str, ...] = ()

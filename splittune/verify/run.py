@@ -1,4 +1,4 @@
-"""verify(): the user's own job trained under the emitted config, its memory held against the plan."""
+"""verify(): the user's own job trained under the emitted config, its memory beside the plan."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def verify(
     measure_eval_batch_size: bool = False,
     callback: VerifyCallback | None = None,
 ) -> Verification:
-    """Train `task` for some steps under `config`, as its user will, and compare memory with the plan.
+    """Train `task` for some steps under `config` as its user will; compare memory with the plan.
 
     The loader's batches are trained, in whole steps: first the longest of as many as there are
     steps, since they decide the peak, then the loader from its start, round and round where it has
@@ -129,6 +129,7 @@ class _Rehearsal:
             evaluation_peak_reserved_bytes=tuple(state.reserved_in["evaluation"]),
             losses=losses,
             num_evaluations=state.num_evaluations,
+            is_modelled=self._hardware.is_modelled,
             lack=lack,
             notes=tuple(self._notes),
         )
@@ -152,7 +153,7 @@ class _Rehearsal:
                 state.read(self._hardware.memory())
 
     def _evaluate(self, training: TrainingLoop, batch: Any) -> bool:
-        """Whether the batch could be evaluated at all, memory aside; a note says why it could not."""
+        """Whether the batch could be evaluated at all, memory aside; a note says why not."""
         at_once = self._config.eval_batch_size
         if at_once is None:
             micro_batches = [micro.batch for micro in self._config.micro_batches(batch)]

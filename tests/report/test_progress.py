@@ -1,83 +1,24 @@
-"""What people see of a search and of its result: plain lines, a live bar in a terminal, or nothing."""
+"""What people see of a search as it goes: plain lines, a live bar in a terminal, or nothing."""
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from splittune.config import SplitConfig
-from splittune.hardware.base import Device, DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.report import TuneResult
-from splittune.report.console import show_memory_plan, show_result
 from splittune.report.progress import (
+    HEADER,
     ConsoleCallback,
     SilentCallback,
+    StepCallback,
     callback_for,
     describe_trial,
 )
-from splittune.search import Trial
-from splittune.split import BatchSplit, SplitSpace
-from splittune.units import GIB
 from tests.profiling.fake_hardware import FakeHardware
-
-SPLIT = BatchSplit(global_batch_size=64, accumulation_steps=2, shard_sizes=(8, 24))
-EVEN = BatchSplit(global_batch_size=64, accumulation_steps=4, shard_sizes=(8, 8))
-SPACE = SplitSpace(global_batch_size=64, num_devices=2)
-
-
-def memory(device: int, *, outside_gib: float = 1, reserved_gib: float = 2) -> DeviceMemory:
-    reserved = int(reserved_gib * GIB)
-    return DeviceMemory(
-        device=device,
-        total_bytes=8 * GIB,
-        outside_bytes=int(outside_gib * GIB),
-        peak_allocated_bytes=reserved,
-        peak_reserved_bytes=reserved,
-    )
-
-
-def ran(split: BatchSplit, step_time_s: float, outcome: Outcome = Outcome.OK) -> Measurement:
-    return Measurement(
-        split=split,
-        outcome=outcome,
-        whole_step_times_s=(step_time_s,),
-        memory=(memory(0, outside_gib=4, reserved_gib=3.5), memory(1)),
-    )
-
-
-def trial(measurement: Measurement, number: int = 3, kind: str = "search") -> Trial:
-    return Trial(number=number, kind=kind, measurement=measurement, reason="k=2: a first guess")  # type: ignore[arg-type]
-
-
-BEST, BASELINE = ran(SPLIT, 0.5), ran(EVEN, 0.8)
-FAILED = Measurement(split=EVEN, outcome=Outcome.OUT_OF_MEMORY, message="device 0: CUDA out of memory")
-
-
-def result(baseline: Measurement | None = BASELINE, *, is_modelled: bool = True) -> TuneResult:
-    config = SplitConfig(
-        split=SPLIT,
-        devices=tuple(Device(index=i, name=f"CARD{i}", torch_device="cpu", total_bytes=8 * GIB) for i in range(2)),
-        min_headroom_bytes=(0, 0),
-        planned_peak_reserved_bytes=(3 * GIB, 2 * GIB),
-        virtual_spec="2xCARD" if is_modelled else None,
-        is_modelled=is_modelled,
-    )
-    return TuneResult(best=BEST, baseline=baseline, trials=(), config=config)
-
-
-class Screen:
-    """A console, and what was written on it."""
-
-    def __init__(self, *, width: int = 100, is_terminal: bool = False) -> None:
-        self.file = io.StringIO()
-        self.console = Console(file=self.file, width=width, force_terminal=is_terminal, legacy_windows=False)
-
-    @property
-    def text(self) -> str:
-        return self.file.getvalue()
+from tests.report.results import BEST, EVEN, FAILED, SPACE, SPLIT, Screen, ran, trial
 
 
 def search(callback: ConsoleCallback | SilentCallback, hardware: FakeHardware | None = None) -> None:
@@ -87,30 +28,81 @@ def search(callback: ConsoleCallback | SilentCallback, hardware: FakeHardware | 
     callback.on_measure(SPLIT, in_whole_steps=False)
     callback.on_trial(trial(BEST, 1))
     callback.on_measure(SPLIT, in_whole_steps=True)
-    callback.on_trial(trial(BEST, 2, "confirm"))
+    callback.on_trial(trial(ran(SPLIT, 0.51), 2, "confirm"))
     callback.on_end()
-
-
-# a search
 
 
 @pytest.mark.parametrize("width", [30, 200])
 def test_every_trial_is_one_plain_line(width: int) -> None:
-    """Where it is no terminal every trial is one line, however narrow, without escape codes."""
+    """Where it is no terminal: the cards, what is searched, a line a trial, however narrow, and no escape code."""
     screen = Screen(width=width)
     search(ConsoleCallback(screen.console))
     assert "\x1b" not in screen.text
-    lines = screen.text.splitlines()
-    assert lines[0].startswith("GPU 0  fake: ")
-    assert "64 samples a step over 2 devices" in lines[2]
-    assert "at most 24 trials" in lines[2]
-    assert lines[3].startswith("trial  0  4 x (8+8)")
-    assert "out of memory" in lines[3]
-    assert lines[4].startswith("trial  1  2 x (8+24)")
-    assert "128.0 samples/s, 512.0 MiB left on GPU 0" in lines[4]
-    assert lines[4].endswith("k=2: a first guess")
-    assert lines[5].startswith("confirm   2 x (8+24)")
-    assert len(lines) == 6
+    cards, searched, header, failed, fits, again = screen.lines
+    assert cards.startswith("GPU 0-1  fake, ")
+    assert cards.endswith(" free")
+    assert searched.startswith("64 samples a step: at most 24 of ")
+    assert searched.endswith("splits are tried (memory accounted, time modelled)")
+    assert header == HEADER
+    assert failed.split() == ["0", "4", "x", "(8+8)", "-", "out", "of", "memory"]
+    assert fits.split() == ["1", "2", "x", "(8+24)", "128", "512.0", "MiB", "on", "GPU", "0"]
+    assert again == "measured again in whole steps: 1 split agrees to 2.0 %"
+
+
+def test_figures_stand_under_their_headings() -> None:
+    """Trial numbers and speeds end where their headings do; splits and memory start there."""
+    line = describe_trial(trial(BEST, 1))
+    assert line.index("1") == HEADER.index("trial") + len("trial") - 1
+    assert line.index("2 x (8+24)") == HEADER.index("accumulation")
+    assert line.index("128") + 3 == HEADER.index("samples/s") + len("samples/s")
+    assert line.index("512.0 MiB") == HEADER.index("least")
+
+
+def test_verbose_tells_the_reasons_and_what_was_measured_again() -> None:
+    """Why each split was tried, and a line for each in whole steps."""
+    screen = Screen()
+    search(ConsoleCallback(screen.console, verbose=True))
+    assert screen.text.count("k=2: a first guess") == 3
+    assert any("2 x (8+24)" in line and "(again)" in line for line in screen.lines)
+    quiet = Screen()
+    search(ConsoleCallback(quiet.console))
+    assert "first guess" not in quiet.text
+
+
+def test_a_split_that_fails_when_measured_again_has_its_line() -> None:
+    """It is not among those that agree."""
+    screen = Screen()
+    callback = ConsoleCallback(screen.console)
+    callback.on_start(FakeHardware(), SPACE, 24)
+    callback.on_trial(trial(BEST, 0))
+    callback.on_trial(trial(replace(FAILED, split=SPLIT), 1, "confirm"))
+    callback.on_end()
+    assert screen.lines[-1].endswith("out of memory (again)")
+
+
+def test_several_measured_again_share_a_line() -> None:
+    """The largest difference counts; each loss placement is its own."""
+    screen = Screen()
+    callback = ConsoleCallback(screen.console)
+    for kind, factor in (("search", 1.0), ("confirm", 1.1)):
+        callback.on_trial(trial(ran(SPLIT, 0.5), kind=kind))
+        callback.on_trial(trial(ran(EVEN, 0.8 / factor), kind=kind))
+        callback.on_trial(trial(ran(EVEN, 0.4, loss_placement="replica"), kind=kind))
+    callback.on_end()
+    assert screen.lines[-1] == "measured again in whole steps: 3 splits agree to 10.0 %"
+    assert sum(line.endswith("loss in the replicas") for line in screen.lines) == 1
+
+
+def test_what_is_logged_before_the_first_trial_stands_above_the_header() -> None:
+    """The header comes with the first trial, once."""
+    screen = Screen()
+    callback = ConsoleCallback(screen.console)
+    callback.on_start(FakeHardware(), SPACE, 24)
+    screen.console.print("logged")
+    callback.on_trial(trial(BEST, 0))
+    callback.on_trial(trial(BEST, 1))
+    assert screen.lines.index("logged") < screen.lines.index(HEADER)
+    assert screen.lines.count(HEADER) == 1
 
 
 def test_a_terminal_shows_what_is_measured_and_the_best_so_far() -> None:
@@ -122,7 +114,7 @@ def test_a_terminal_shows_what_is_measured_and_the_best_so_far() -> None:
     callback.on_measure(EVEN, in_whole_steps=True)
     callback._progress.refresh()
     assert "1/24" in screen.text
-    assert "in whole steps 4 x (8+8); best 2 x (8+24), 128.0 samples/s (modelled)" in screen.text
+    assert "in whole steps 4 x (8+8); best 2 x (8+24), 128 samples/s (modelled)" in screen.text
     callback.on_end()
     assert screen.text.endswith("\x1b[2K")  # the bar's line is erased
 
@@ -136,8 +128,7 @@ def test_real_hardware_is_not_called_modelled() -> None:
 
 def test_nothing_is_shown_without_progress(capsys: pytest.CaptureFixture[str]) -> None:
     """progress=False shows nothing at all."""
-    callback = callback_for(progress=False)
-    search(callback)
+    search(callback_for(progress=False))
     assert capsys.readouterr() == ("", "")
 
 
@@ -146,79 +137,46 @@ def test_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str])
     search(callback_for(progress=True))
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "trial  1" in captured.err
+    assert "2 x (8+24)" in captured.err
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_search_that_never_started_may_end(is_terminal: bool) -> None:
-    """An error before the first trial ends the callback all the same."""
-    ConsoleCallback(Screen(is_terminal=is_terminal).console).on_end()
+    """An error before the first trial ends the callback all the same, and says nothing."""
+    screen = Screen(is_terminal=is_terminal)
+    ConsoleCallback(screen.console).on_end()
+    assert "measured" not in screen.text
 
 
 @pytest.mark.parametrize(
     ("measurement", "words"),
     [
-        (BEST, "128.0 samples/s, 512.0 MiB left on GPU 0"),
-        (ran(SPLIT, 0.5, Outcome.NO_HEADROOM), "too little headroom"),
-        (FAILED, "out of memory"),
-        (Measurement(split=EVEN, outcome=Outcome.CRASHED, message="worker died"), "crashed"),
-        (Measurement(split=SPLIT, outcome=Outcome.OK, whole_step_times_s=(0.5,)), "128.0 samples/s"),
+        (BEST, "128  512.0 MiB on GPU 0"),
+        (ran(SPLIT, 0.5, Outcome.NO_HEADROOM), "-  512.0 MiB on GPU 0, too little left"),
+        (FAILED, "-  out of memory"),
+        (replace(FAILED, loss_placement="replica"), "-  out of memory, loss in the replicas"),
+        (Measurement(split=EVEN, outcome=Outcome.CRASHED, message="worker died"), "-  crashed"),
+        (Measurement(split=SPLIT, outcome=Outcome.OK, whole_step_times_s=(0.5,)), "128"),
     ],
 )
 def test_a_trial_is_described_by_how_it_went(measurement: Measurement, words: str) -> None:
-    """A trial's line has its split, its speed or what went wrong, and why it was tried."""
-    line = describe_trial(trial(measurement))
-    assert words in line
-    assert "k=2: a first guess" in line
+    """A trial's line has its split, its speed, and what it left free or what went wrong."""
+    line = describe_trial(trial(measurement)).rstrip()
+    assert line.endswith(words)
     assert "\n" not in line
 
 
-# the result
-
-
-def test_the_baseline_stands_beside_the_best() -> None:
-    """The table has both splits with their speed; the factor follows, and where the memory of each card went."""
-    screen = Screen()
-    show_result(result(), screen.console)
-    for words in ("4 x (8+8)", "2 x (8+24)", "80.0", "128.0", "1.60 times the even split's throughput, modelled"):
-        assert words in screen.text
-    assert "samples/s, modelled" in screen.text
-    assert "########=======.  3.50 GiB, 512.0 MiB left" in screen.text
-
-
-@pytest.mark.parametrize("width", [60, 200])
-def test_the_explanation_follows_the_memory(width: int) -> None:
-    """Below the bars stands why the cards are so full, broken at words, on any width of screen."""
-    screen = Screen(width=width)
-    show_result(result(), screen.console)
-    bars, _, words = screen.text.rpartition("\n\n")
-    assert "left" in bars
-    assert " ".join(words.split()) == result().explanation
-    assert max(map(len, words.splitlines())) <= width
-
-
-def test_a_measured_result_is_not_called_modelled() -> None:
-    """What real cards did is not called modelled."""
-    screen = Screen()
-    show_result(result(is_modelled=False), screen.console)
-    assert "modelled" not in screen.text
-
-
-def test_a_missing_baseline_is_said() -> None:
-    """Where no even split fits, that is what the table says, and there is no factor."""
-    screen = Screen()
-    show_result(result(baseline=None), screen.console)
-    assert "fits at no number of steps" in screen.text
-    assert "times" not in screen.text
-
-
-@pytest.mark.parametrize(
-    ("reserved_gib", "verdict"), [(3, "as planned"), (2.5, "as planned"), (3.1, "MORE THAN PLANNED")]
-)
-def test_what_training_took_stands_beside_the_plan(reserved_gib: float, verdict: str) -> None:
-    """Each card's peak in training is compared with its plan, and one that exceeds it is called out."""
-    screen = Screen()
-    show_memory_plan(result().config, (memory(0, reserved_gib=reserved_gib), memory(1)), screen.console)
-    line = next(line for line in screen.text.splitlines() if "CARD0" in line)
-    assert "3.00 GiB" in line
-    assert verdict in line
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_people_see_of_a_run(is_terminal: bool) -> None:
+    """The loss in a line at the first step and every tenth of them; a bar, which leaves nothing behind, in a terminal."""
+    file = io.StringIO()
+    callback = StepCallback(Console(file=file, width=100, force_terminal=is_terminal, legacy_windows=False))
+    callback.on_activity("reading")
+    for step in range(1, 101):
+        callback.on_step(step, 100, 1 / step)
+    callback.on_end()
+    lines = [line for line in file.getvalue().splitlines() if "loss" in line and "step " in line]
+    assert ("\x1b" in file.getvalue()) == is_terminal
+    if not is_terminal:
+        assert file.getvalue().startswith("reading\nstep   1  loss 1.000\nstep  10  loss 0.100\n")
+        assert len(lines) == 11

@@ -69,6 +69,12 @@ def test_the_explanation_is_one_paragraph() -> None:
     assert "not recorded" in result().explanation
 
 
+def test_the_explanation_ends_with_what_else_is_known() -> None:
+    """Notes and then warnings follow: the file has what the console leaves out."""
+    whole = replace(result(), warnings=("The memory model did not fit.",), notes=("The loader is slow.",))
+    assert whole.explanation.endswith(" The loader is slow. The memory model did not fit.")
+
+
 def test_save_writes_three_files(tmp_path: Path) -> None:
     """The config, one row a trial, and one row a trial and device, in a folder that is made."""
     folder = result().save(tmp_path / "runs" / "split")

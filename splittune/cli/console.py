@@ -1,0 +1,69 @@
+"""What all commands share: the console, log lines above a bar, and the ways to leave."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rich.console import Console
+
+from splittune.errors import SplittuneError
+
+EXIT_NO_FEASIBLE_SPLIT = 1
+EXIT_NOT_VERIFIED = 1
+EXIT_BAD_USAGE = 2
+EXIT_JOB_FAILED = 3
+# 128 and the signal's number, as a shell has it.
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+console = Console()
+
+
+def say(text: str) -> None:
+    """Print as it is: no markup, no colours for numbers, no line breaks of the console's own."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def fail(error: SplittuneError, code: int) -> NoReturn:
+    """Say on standard error what went wrong, and exit with `code`."""
+    Console(stderr=True).print(f"splittune: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(code)
+
+
+def log_above_the_bar(level: int) -> None:
+    """Show log records from `level` up as lines of the console."""
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_LinesAboveTheBar()], force=True)
+
+
+@contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """Leave by SIGTERM, as a scheduler sends it, the way Ctrl-C does.
+
+    The job is put back and finished trials are kept. In other threads than the main one, which
+    alone may set handlers, nothing is changed.
+    """
+
+    def leave(_number: int, _frame: object) -> None:
+        sys.exit(EXIT_TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _LinesAboveTheBar(logging.Handler):
+    """Log records as lines of the console, which keeps a progress bar below them; never wrapped."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))

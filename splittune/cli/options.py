@@ -1,0 +1,15 @@
+"""Arguments and options that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+JobArgument = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="FUNCTION() returns a TrainingTask.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for split.json, the tables and the explanation.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show why each split was tried, and the whole explanation.")
+]

@@ -1,0 +1,170 @@
+"""splittune tune: the fastest split for a job of the user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from splittune.cli.console import EXIT_INTERRUPTED, console, log_above_the_bar, say, sigterm_as_exit
+from splittune.cli.options import JobArgument, OutOption, QuietOption, VerboseOption
+from splittune.config.files import check_writable
+from splittune.hardware import resolve_hardware
+from splittune.hardware.cuda import count_visible_devices
+from splittune.options import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, SharesChoice
+from splittune.report import TuneResult, save_tables
+from splittune.report.console import show_notes, show_result
+from splittune.report.progress import ConsoleCallback, SilentCallback
+from splittune.runners.base import DeviceView, Runner
+from splittune.runners.in_process import InProcessRunner
+from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunner
+from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
+from splittune.split import SplitSpace
+from splittune.training.load_task import load_task
+from splittune.tuner import TuneCallback
+from splittune.tuner import tune as run_search
+
+Isolation = Literal["auto", "process", "none"]
+
+DevicesOption = Annotated[
+    str | None, typer.Option(help='"cuda:1,cuda:0", or virtual GPUs: "4xV100-16GB". Default: all visible CUDA devices.')
+]
+BatchSizeOption = Annotated[
+    int | None, typer.Option(help="Samples behind one optimizer step. Default: the loader's batch size.")
+]
+MaxTrialsOption = Annotated[int, typer.Option(min=1, help="Splits to search at most.")]
+TimeoutOption = Annotated[float | None, typer.Option(help="Seconds after which no further split is searched.")]
+HeadroomOption = Annotated[
+    int | None, typer.Option(min=0, help="Bytes that every card must keep free. Default: 5 % of what others leave.")
+]
+StorageOption = Annotated[str | None, typer.Option(help="File that keeps the trials: the search can go on later.")]
+LossOption = Annotated[
+    LossPlacements, typer.Option(help='Compute the loss in each "replica" instead of from gathered outputs.')
+]
+SharesOption = Annotated[
+    SharesChoice,
+    typer.Option(
+        help='"gpu0": GPU 0\'s share, the rest even; "each": every card its own; "auto": by how alike they are.'
+    ),
+]
+SamplerOption = Annotated[str, typer.Option(help=f"One of {', '.join(SAMPLER_NAMES)}.")]
+IsolationOption = Annotated[
+    Isolation,
+    typer.Option(
+        help='"process": trials run in a process of their own, which may crash or hang without ending the search; '
+        '"none": in this one; "auto": the first on CUDA devices, the second on virtual ones.'
+    ),
+]
+TrialTimeoutOption = Annotated[
+    float, typer.Option(help="Seconds after which a trial in a process of its own counts as hung.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="For whatever is drawn at random.")]
+
+
+def tune(
+    job: JobArgument,
+    devices: DevicesOption = None,
+    global_batch_size: BatchSizeOption = None,
+    out: OutOption = Path("runs/split"),
+    max_trials: MaxTrialsOption = DEFAULT_MAX_TRIALS,
+    timeout_s: TimeoutOption = None,
+    min_headroom_bytes: HeadroomOption = None,
+    storage: StorageOption = None,
+    loss_placement: LossOption = "output",
+    shares: SharesOption = "auto",
+    sampler: SamplerOption = DEFAULT_SAMPLER,
+    isolation: IsolationOption = "auto",
+    trial_timeout_s: TrialTimeoutOption = DEFAULT_TRIAL_TIMEOUT_S,
+    seed: SeedOption = 0,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Find the fastest split for your own job, and write the config to train with."""
+    check_writable(out)
+    options = SearchOptions(
+        min_headroom_bytes=min_headroom_bytes,
+        max_trials=max_trials,
+        timeout_s=timeout_s,
+        storage=storage,
+        loss_placement=loss_placement,
+        shares=shares,
+        sampler=sampler,
+        seed=seed,
+    )
+    runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
+    result = tune_and_save(runner, out, options, quiet=quiet, verbose=verbose)
+    show_result(result, console, verbose=verbose)
+    say(f"\nSaved in {out}: split.json, trials.csv, devices.csv, explanation.txt. To train:")
+    say(f'    config = splittune.SplitConfig.load("{out / "split.json"}")\n    model = config.wrap(model)')
+    show_notes(result, console)
+
+
+def tune_and_save(
+    runner: Runner,
+    out: Path,
+    options: SearchOptions,
+    *,
+    quiet: bool,
+    verbose: bool,
+    log_level: int = logging.INFO,
+) -> TuneResult:
+    """Tune and write the files; log from `log_level` up, if not `quiet`.
+
+    When it ends early, by Ctrl-C say, the finished trials are written all the same.
+    """
+    callback = _KeepingCallback(SilentCallback() if quiet else ConsoleCallback(console, verbose=verbose))
+    log_above_the_bar(logging.WARNING if quiet else log_level)
+    try:
+        with sigterm_as_exit():
+            result = run_search(runner, options, callback)
+    except BaseException as error:
+        if callback.cards is not None and callback.trials:
+            save_tables(out, callback.trials, callback.cards.devices, is_modelled=callback.cards.is_modelled)
+            say(f"{len(callback.trials)} finished trials are kept in {out}/trials.csv")
+        if isinstance(error, KeyboardInterrupt):
+            say("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise
+    result.save(out)
+    return result
+
+
+def _runner_for(
+    job: str, devices: str | None, global_batch_size: int | None, isolation: Isolation, trial_timeout_s: float
+) -> Runner:
+    """Where the trials run: in a process of their own, or in this one."""
+    if isolation == "process" or (isolation == "auto" and names_cuda_devices(devices)):
+        return WorkerRunner(job, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
+    hardware = resolve_hardware(devices)
+    task = load_task(job)
+    if global_batch_size is not None:
+        task = dataclasses.replace(task, global_batch_size=global_batch_size)
+    return InProcessRunner(task, hardware)
+
+
+def names_cuda_devices(devices: str | None) -> bool:
+    """Whether trials are to run on CUDA devices that are there; asking makes no context on them."""
+    names = [] if devices is None else [name.strip().partition(":")[0] for name in devices.split(",")]
+    return all(name == "cuda" or name.isdecimal() for name in names) and count_visible_devices() > 0
+
+
+class _KeepingCallback:
+    """Passes everything on, and keeps the finished trials and what they ran on."""
+
+    def __init__(self, callback: TuneCallback) -> None:
+        self.trials: list[Trial] = []
+        self.cards: DeviceView | None = None
+        self.on_measure = callback.on_measure
+        self.on_end = callback.on_end
+        self._callback = callback
+
+    def on_start(self, cards: DeviceView, space: SplitSpace, max_trials: int) -> None:
+        self.cards = cards
+        self._callback.on_start(cards, space, max_trials)
+
+    def on_trial(self, trial: Trial) -> None:
+        self.trials.append(trial)
+        self._callback.on_trial(trial)
