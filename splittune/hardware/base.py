@@ -62,6 +62,11 @@ class DeviceMemory:
         """What was left at the peak: total - outside - peak reserved. Negative when it would not have fitted."""
         return self.total_bytes - self.outside_bytes - self.peak_reserved_bytes
 
+    @property
+    def batch_peak_bytes(self) -> int:
+        """Peak allocated in forward and backward; of the whole trial where that is not known."""
+        return self.peak_allocated_bytes if self.micro_step_peak_bytes is None else self.micro_step_peak_bytes
+
     def describe_lack(self, min_headroom_bytes: int) -> str:
         """The arithmetic of a headroom that is too small, for messages."""
         return (

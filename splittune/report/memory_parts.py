@@ -70,15 +70,11 @@ def memory_parts(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryPart
     )
 
 
-def _peak_of(memory: DeviceMemory) -> int:
-    return memory.peak_allocated_bytes if memory.micro_step_peak_bytes is None else memory.micro_step_peak_bytes
-
-
 def _parts_of(memory: DeviceMemory, searched: DeviceMemory, share: float | None, whole: float | None) -> MemoryParts:
     """The parts of one peak. `searched` is a reading of the same split that may have the phases."""
     update = searched.update_peak_bytes
-    is_update_bound = update is not None and update >= _peak_of(searched)
-    peak = _peak_of(searched) if is_update_bound else _peak_of(memory)
+    is_update_bound = update is not None and update >= searched.batch_peak_bytes
+    peak = searched.batch_peak_bytes if is_update_bound else memory.batch_peak_bytes
     share_bytes = None if share is None else min(round(share), peak)
     whole_bytes = None if whole is None or share_bytes is None else min(round(whole), peak - share_bytes)
     known = share_bytes is not None and whole_bytes is not None

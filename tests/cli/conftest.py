@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -12,15 +11,6 @@ import pytest
 
 from splittune.cli import main
 from tests.cli.command_line import JOB, Ended, Run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """After every trial garbage is collected: what was there before these tests need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

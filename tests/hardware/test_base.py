@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 
 import pytest
 
-from splittune.hardware.base import Hardware
+from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.hardware.cuda import CudaHardware
 from splittune.hardware.virtual.hardware import VirtualHardware
 from splittune.parallel import BalancedDataParallel
@@ -23,3 +24,18 @@ def test_wrap_names_every_option_of_the_wrapper(hardware: type) -> None:
     assert listed is not None
     taken = set(inspect.signature(BalancedDataParallel.__init__).parameters) - NOT_FOR_THE_CALLER
     assert set(re.findall(r"`(\w+)`", listed[1])) == taken
+
+
+def test_the_batchs_peak_is_that_of_forward_and_backward_where_it_is_known() -> None:
+    """The update's peak is no part of it; without the phases' own peaks the trial's stands for it."""
+    told = DeviceMemory(
+        device=0,
+        total_bytes=100,
+        outside_bytes=0,
+        peak_allocated_bytes=90,
+        peak_reserved_bytes=95,
+        micro_step_peak_bytes=70,
+        update_peak_bytes=90,
+    )
+    assert told.batch_peak_bytes == 70
+    assert replace(told, micro_step_peak_bytes=None).batch_peak_bytes == 90

@@ -1,4 +1,4 @@
-"""What peaks grow with, for people to read: the likeliest lines through the trials, where `MemoryModel` gives bounds."""
+"""What peaks grow with, for people: one likeliest line, where `MemoryModel` gives bounds."""
 
 from __future__ import annotations
 
@@ -10,51 +10,61 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from splittune.profiling.measurement import Measurement
-from splittune.search.models.memory_readings import MemoryReadings, Reading
+from splittune.search.models.memory_readings import MICRO_BATCH, SHARE, MemoryReadings, Reading, smallest_peaks
 
 Floats = NDArray[np.float64]
 
-# Readings within this of the smallest may be another phase's peak, which grows with nothing.
+# A reading within this part of the smallest may be another phase's peak, which no size changes.
+# Twice the repeatability of a peak (`REPEATABILITY`). Larger, and slow growth is taken for none.
 FLAT = 0.004
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Bytes of the peak of forward and backward; None where the trials do not vary what it is about."""
+    """Growth of the peak of forward and backward; None if no two trials differ in that size."""
 
     per_sample_bytes: float | None
-    """For each sample of a card's own share."""
+    """Bytes for each sample of a device's own share."""
     per_micro_batch_sample_bytes: float | None
-    """On GPU 0, for each sample of the whole micro-batch: gathered outputs, and the loss."""
+    """Bytes on GPU 0 for each sample of the whole micro-batch: gathered outputs, and the loss."""
 
 
 def growth_of(runs: Sequence[Measurement]) -> Growth:
-    """Least squares with no coefficient below 0, over all of `runs`, which have the memory of the same devices.
+    """Non-negative least squares over all of `runs`, which hold the memory of the same devices.
 
-    First the replicas: ``peak = F + beta s + gamma [k > 1]``; beta is taken for GPU 0, too, where what it leaves is fitted
-    with ``peak - beta s = F + omega m + gamma [k > 1]``. Worked, in MiB: replicas at 11 with 2 samples and 15 with 4 give a
-    beta of 2. GPU 0 at 18 with 2 of 8 samples and 22 with 4 of 8 leaves 14 at m = 8; at 40 with 3 of 48 samples it leaves
-    34, so omega is 20 / 40 = 0.5. With a single device its share is the micro-batch: all counts as its share's.
+    The replicas are fitted first: ``peak = F + beta s + gamma [k > 1]``, with s the share and k the
+    accumulation steps. GPU 0 has the same beta, so the rest of its peak gives omega, for each
+    sample of the micro-batch m: ``peak - beta s = F + omega m + gamma [k > 1]``. A single device's
+    share is the micro-batch: all growth counts as its share's.
+
+    Worked, in MiB: replicas at 11 with 2 samples and 15 with 4 give a beta of 2. GPU 0 at 18 with 2
+    of 8 samples, and at 22 with 4 of 8, leaves 14 at m = 8. At 40 with 3 of 48 samples it leaves 34
+    at m = 48, so omega is 20 / 40 = 0.5.
     """
     if not runs:
         return Growth(per_sample_bytes=None, per_micro_batch_sample_bytes=None)
     num_devices = runs[0].split.num_devices
-    peaks = MemoryReadings(num_devices, list(runs))
+    seen = MemoryReadings(num_devices, list(runs))
     if num_devices == 1:
-        return Growth(per_sample_bytes=_slope(peaks.readings(0), column=1), per_micro_batch_sample_bytes=0.0)
-    replicas = [reading for device in range(1, num_devices) for reading in peaks.readings(device)]
-    per_sample = _slope(replicas, column=1)
+        return Growth(per_sample_bytes=_slope(seen.readings(0), column=SHARE), per_micro_batch_sample_bytes=0.0)
+    replicas = [reading for device in range(1, num_devices) for reading in seen.readings(device)]
+    per_sample = _slope(replicas, column=SHARE)
     if per_sample is None:
         return Growth(per_sample_bytes=None, per_micro_batch_sample_bytes=None)
-    rest = peaks.readings(0)
+    gpu0 = seen.readings(0)
     return Growth(
         per_sample_bytes=per_sample,
-        per_micro_batch_sample_bytes=_slope(rest, column=3, less_bytes=[per_sample * r.row[1] for r in rest]),
+        per_micro_batch_sample_bytes=_slope(
+            gpu0, column=MICRO_BATCH, less_bytes=[per_sample * reading.row[SHARE] for reading in gpu0]
+        ),
     )
 
 
 def _slope(readings: Sequence[Reading], *, column: int, less_bytes: Sequence[float] | None = None) -> float | None:
-    """The coefficient of one column of the rows, beside a constant and [k > 1]; None where all have one size."""
+    """Bytes for each unit of one column, beside a constant and [k > 1]; None if it never varies.
+
+    `less_bytes` is taken off each reading's peak first.
+    """
     kept = _off_the_flat(readings, column)
     sizes = np.array([readings[i].row[column] for i in kept])
     if len(np.unique(sizes)) < 2:
@@ -70,8 +80,8 @@ def _slope(readings: Sequence[Reading], *, column: int, less_bytes: Sequence[flo
 
 
 def _off_the_flat(readings: Sequence[Reading], column: int) -> list[int]:
-    """Without the readings at the smallest peaks, as long as two sizes remain."""
-    flat = {kind: min((r.peak_bytes for r in readings if r.accumulates == kind), default=0) for kind in (0.0, 1.0)}
+    """Indices of readings above the smallest peak of their kind; all if those have one size."""
+    flat = smallest_peaks(readings)
     above = [i for i, r in enumerate(readings) if r.peak_bytes > flat[r.accumulates] * (1 + FLAT)]
     if len({readings[i].row[column] for i in above}) < 2:
         return list(range(len(readings)))

@@ -1,4 +1,4 @@
-"""Every device's peak memory at splits not yet tried: an interval, from all models that agree with the trials."""
+"""Every device's peak memory at splits not yet tried: an interval that all agreeing models make."""
 
 from __future__ import annotations
 
@@ -9,47 +9,65 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittune.search.attempts import Attempt
-from splittune.search.models.memory_readings import RESTING_FRACTION, MemoryReadings, Reading, rows_of
-from splittune.search.models.polytope import Bounds, Polytope, agreeing_with
+from splittune.search.models import POOR_FIT
+from splittune.search.models.memory_bounds import coefficient_bounds
+from splittune.search.models.memory_readings import MICRO_BATCH, REPEATABILITY, SHARE, MemoryReadings, rows_of
+from splittune.search.models.polytope import Polytope, agreeing_with
 
 Floats = NDArray[np.float64]
 
-# Live bytes repeat to the kernel workspaces' changes from size to size.
-TOLERANCE = 0.002
-# A peak is a maximum of lines, so the line that rules at large sizes may be steeper than one through smaller ones: by
-# this much, at first. It shrinks to the second with predictions that came true, and grows with those that did not.
-STEEPENING, SETTLED_STEEPENING = 0.10, 0.03
-# The same tensors for a sample on every card, but for kernels' workspaces: slopes agree to this, and better on cards
-# with the same memory, which mostly are of a kind.
-SHARED, SHARED_BY_KIND = 0.1, 0.02
-# A prediction that a trial exceeded, or that ran out of memory, widens all that go beyond what was measured: by half as
-# much again, and by no less than this.
-WIDENING, LEAST_WIDENING = 1.5, 0.02
-# One that came true without it narrows it again, but to no less than this.
+# By how much a line that rules large sizes may be steeper than one through small sizes
+# (`coefficient_bounds`): the value at first. A choice. Larger, and larger splits stay in doubt for
+# longer.
+SLOPE_SLACK = 0.10
+# Predictions that come true halve it, down to this. A choice.
+SETTLED_SLOPE_SLACK = 0.03
+# Slopes of two devices agree to this part: a sample makes the same tensors on each, but kernels
+# take other workspaces. A choice. Larger, and what one device taught bounds others less.
+SLOPE_TOLERANCE = 0.1
+# The same between devices of as much memory, which mostly are of one model. Was 0.05 before
+# searches of drawn problems had it lowered.
+SAME_MEMORY_SLOPE_TOLERANCE = 0.02
+# A prediction that a trial exceeded raises the margin by this many times the error. A choice above
+# 1: what was once too low may be so by more at larger sizes.
+WIDENING = 1.5
+# One that ran out of memory raises it by no less than this part. A prediction that is off by less
+# than it came true. A choice.
+LEAST_WIDENING = 0.02
+# Predictions that come true lower the margin, at once to no less than this. A choice: below it
+# memory is as good as affine (`MemoryModel.is_affine`).
 SETTLED_MARGIN = 0.03
-# Beyond its mean the allocator holds up to this part of what is live in any case.
+# The margin counts in full at this part beyond the largest peak that the device has held. A choice.
+FULL_MARGIN_BEYOND = 0.25
+# And with this part of it up to that peak. A choice.
+LEAST_MARGIN_PART = 0.25
+# A trial tells something of the model if it was held likely to exceed the largest peak by this
+# part. A choice. Larger, and the margin settles later.
+REACH = 0.1
+# Reserved minus allocated may vary by this fraction of allocated before memory is called
+# non-affine. A choice. Larger, and fewer splits are tried of which only the chances are known.
 UNEVEN = 0.01
-# Errors above this are told to people.
-POOR_FIT = 0.05
-# They matter on a card of which the trials took more than this part.
+# A model that does not fit is told where a device was filled to more than this part. A choice: on
+# emptier devices it decides nothing.
 FULL_ENOUGH = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Bytes that every device holds at the peak, (N, n) each: at least, most likely, and at most."""
+    """Peak reserved bytes of every device, (N, n) each: at least, most likely, and at most."""
 
     least: Floats
     likely: Floats
     most: Floats
     most_after_cache_flush: Floats
-    """At most, when the allocator runs short and hands back what it can: beyond that it is out of memory."""
+    """`most` once the allocator, running short, has handed back its free blocks: more is an OOM."""
 
     def feasibility_below(self, limits: Floats) -> Floats:
-        """(N,) from 0 to 1: how likely all devices stay within `limits` (n,), on the one where that is least.
+        """(N,) probability to stay within `limits`, (n,), on the device where it is least.
 
-        A triangle from the least to the most, with its top at the likeliest. Worked: 8 to 12 GiB, likeliest 9, stays below
-        10 GiB with ``1 - (12 - 10)^2 / ((12 - 8) (12 - 9)) = 2 / 3``.
+        The density of a peak is a triangle from least to most, with its top at the likeliest.
+        Worked: 8 to 12 GiB, likeliest 9, stays below 10 GiB with ``1 - (12 - 10)^2 / ((12 - 8) (12
+        - 9)) = 2 / 3``.
         """
         low, high = self.least, np.maximum(self.most, self.least)
         top, x = np.clip(self.likely, low, high), np.clip(limits, low, high)
@@ -60,243 +78,238 @@ class Interval:
 
 
 class MemoryModel:
-    """MemoryReadings of all devices, from the trials so far.
+    """Bounds on every device's peak memory, from the trials so far.
 
-    In each phase a device's live bytes are ``F + beta s + omega m + gamma [k > 1]``: s its share, m the whole
-    micro-batch (on GPU 0 alone, which gathers outputs), k the accumulation steps; the peak is the maximum over phases.
-    Replicas hold the same tensors for a sample, so they share their coefficients, and GPU 0 shares their beta. No line
-    is drawn through the trials. All coefficients that agree with them make a polytope: none may exceed a peak that was
-    measured, those above the flat of the smallest peaks must reach it, F is no less than what is held at rest; its
-    corners give the least and the most at any other split. With one trial that is a proportion: 6 GiB with 2 samples,
-    2 GiB of them at rest, is 10 GiB at most with 4. More trials narrow it, and a prediction that failed widens it.
+    In each phase of a step a device's live bytes are ``F + beta s + omega m + gamma [k > 1]``: s is
+    its share, m the whole micro-batch (on GPU 0 alone, which gathers outputs), k the accumulation
+    steps. The peak is the maximum over phases. Replicas hold the same tensors for a sample, so they
+    share their coefficients; GPU 0 shares their beta.
+
+    No single line is fitted. All coefficients that agree with the trials make a polytope, and its
+    corners give the least and the most at any other split. To agree, coefficients must
+
+    - exceed no peak that was measured,
+    - reach the peaks that lie above the flat of the smallest ones, and
+    - have an F no less than what is held at rest.
+
+    Worked: one trial that holds 6 GiB with 2 samples, 2 GiB of it at rest, bounds 4 samples by
+    proportion, ``2 + 2 x (6 - 2) = 10`` GiB at most. More trials narrow the interval, and a
+    prediction that failed widens it by a margin.
 
     Args:
-        attempts: what was measured, oldest first. Before one ran, with its memory read, nothing is known to be limited.
+        attempts: what was measured, oldest first. Until one ran, with its memory read, nothing is
+            known to be limited.
         num_devices: how many devices there are.
     """
 
     def __init__(self, attempts: Sequence[Attempt], num_devices: int) -> None:
         self._n = num_devices
-        self._peaks = MemoryReadings(num_devices)
-        self.slope_slack = STEEPENING
+        self._readings = MemoryReadings(num_devices)
+        self.slope_slack = SLOPE_SLACK
         self.margin = 0.0
-        """By how much the most predicted is raised where it goes beyond what was measured."""
-        self._margin_of_strangers = 0.0
-        """What of it came from cards that had no share before, of which it only was held that they are like others."""
+        """The part by which `Interval.most` is raised where it goes beyond what was measured."""
+        self._margin_from_unseen_devices = 0.0
+        """The part of `margin` from devices never measured before, whose bounds were borrowed."""
         self.errors: list[float] = []
-        """Of each prediction, oldest first: measured over the most predicted, minus 1, where it was furthest above; below 0
-        where all kept within."""
+        """Of each prediction: measured over most, minus 1, on the device furthest above.
+
+        Oldest first; below 0 where every device kept within.
+        """
         self._polytopes: dict[int, Polytope] = {}
         self.observe(attempts)
 
     def observe(self, attempts: Iterable[Attempt]) -> None:
-        """Take in what was measured since, comparing it with what was predicted of it."""
+        """Learn from further attempts, oldest first, after comparing each with its prediction."""
         for attempt in attempts:
-            if self._peaks.runs:
+            if self._readings.runs:
                 self._check(attempt)
             if attempt.measurement.memory and attempt.measurement.throughput is not None:
-                self._peaks.runs.append(attempt.measurement)
+                self._readings.runs.append(attempt.measurement)
             elif attempt.lacks_memory:
-                self._peaks.failures.append(attempt)
-            if self._peaks.runs:
+                self._readings.failures.append(attempt)
+            if self._readings.runs:
                 self._fit()
 
     @property
     def budget_bytes(self) -> Floats:
-        """(n,) bytes each device has for this job: its total less what others held at most; no end where nothing is known."""
-        return self._peaks.budget_bytes()
+        """(n,) bytes each device has for this job: its total less the most that others held.
+
+        Infinite before a trial ran.
+        """
+        return self._readings.budget_bytes()
 
     def alike(self, device: int) -> tuple[int, ...]:
-        """The replicas that held as much as `device` whenever their shares were alike, itself among them; GPU 0 is alone."""
-        return self._peaks.alike(device)
+        """The replicas that held as much as `device` at every equal share, itself among them.
+
+        GPU 0 is alone.
+        """
+        return self._readings.alike(device)
 
     @property
     def is_affine(self) -> bool:
-        """Whether trials took no more than was held possible, and the allocator as much beyond what was live every time."""
-        if not self._peaks.runs:
+        """Whether trials kept within their intervals, and the allocator's overhead was even."""
+        if not self._readings.runs:
             return True
-        _, commonly, amply, _ = self._excess
-        is_kept = self.margin - self._margin_of_strangers < SETTLED_MARGIN
-        return is_kept and amply.ratio - commonly.ratio < UNEVEN
+        is_kept = self.margin - self._margin_from_unseen_devices < SETTLED_MARGIN
+        return is_kept and self._overhead.most.ratio - self._overhead.mean.ratio < UNEVEN
 
-    def doubts(self) -> tuple[str, ...]:
-        """What no model could explain, in sentences; empty where one did, or where all cards stayed far from full."""
-        room = self.budget_bytes
-        if not any(self._peaks.largest_held(device) > FULL_ENOUGH * room[device] for device in range(self._n)):
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence if the model did not fit; none while every device stayed far from full."""
+        budget = self.budget_bytes
+        if not any(self._readings.largest_held(device) > FULL_ENOUGH * budget[device] for device in range(self._n)):
             return ()
-        worst = max((polytope.misfit for polytope in self._polytopes.values()), default=0.0)
+        apart = REPEATABILITY * max((polytope.misfit for polytope in self._polytopes.values()), default=0.0)
         exceeded = [error for error in self.errors if error > POOR_FIT]
-        if worst * TOLERANCE > POOR_FIT:
-            text = f"The memory model did not fit: no straight lines come nearer to the peaks than {worst * TOLERANCE:.0%}, "
-            return (f"{text}so sizes near the limit were approached with care.",)
+        if apart > POOR_FIT:
+            nearest = f"no straight lines come nearer to the peaks than {apart:.0%}"
+            return (f"The memory model did not fit: {nearest}, so sizes near the limit were approached with care.",)
         if exceeded:
-            text = f"The memory model did not fit: {len(exceeded)} of {len(self.errors)} trials took more than it held possible, "
-            return (f"{text}by up to {max(exceeded):.0%}; it kept further away from the limit since.",)
+            trials = f"{len(exceeded)} of {len(self.errors)} trials took more than it held possible"
+            most = f"by up to {max(exceeded):.0%}"
+            return (f"The memory model did not fit: {trials}, {most}; it kept further away from the limit since.",)
         return ()
 
     def needed(self, steps: Floats, shards: Floats, micro_batches: Floats | None = None) -> Interval:
-        """What N splits need: `steps` is (N,), `shards` (N, n), `micro_batches` their sums unless given, (N,)."""
-        if not self._peaks.runs:
+        """The peaks of N splits: `steps` (N,), `shards` (N, n), `micro_batches` (N,) or sums."""
+        return self._needed(steps, shards, micro_batches, self.margin)
+
+    def _needed(self, steps: Floats, shards: Floats, micro_batches: Floats | None, margin: float) -> Interval:
+        if not self._readings.runs:
             none = np.zeros_like(shards)
             return Interval(least=none, likely=none, most=none, most_after_cache_flush=none)
         accumulates = (steps > 1).astype(float)
         sizes = shards.sum(axis=1) if micro_batches is None else micro_batches
-        columns = [self._needed_of(device, shards[:, device], sizes, accumulates) for device in range(self._n)]
-        least, likely, most, squeezed = (np.stack(bound, axis=1) for bound in zip(*columns, strict=True))
-        return Interval(least=least, likely=likely, most=most, most_after_cache_flush=squeezed)
+        columns = [self._needed_by(device, shards[:, device], sizes, accumulates, margin) for device in range(self._n)]
+        least, likely, most, after_flush = (np.stack(bound, axis=1) for bound in zip(*columns, strict=True))
+        return Interval(least=least, likely=likely, most=most, most_after_cache_flush=after_flush)
 
-    def _needed_of(
-        self, device: int, shares: Floats, micro_batches: Floats, accumulates: Floats
+    def _needed_by(
+        self, device: int, shares: Floats, micro_batches: Floats, accumulates: Floats, margin: float
     ) -> tuple[Floats, Floats, Floats, Floats]:
-        """The four bounds of one device, (N,) each."""
-        peaks, polytope = self._peaks, self._polytopes[device]
+        """The four bounds of `Interval` for one device, (N,) each."""
+        readings, polytope, overhead = self._readings, self._polytopes[device], self._overhead
         rows = rows_of(device, shares, micro_batches, accumulates)
-        floor_least, floor_most = peaks.floors(device, accumulates)
-        less, more = peaks.unknown_accumulating(device, accumulates)
+        floor_least, floor_most = readings.floors(device, accumulates)
+        less, more = readings.doubt_about_accumulating(device, accumulates)
+        # allocated bytes first
         least = np.maximum(polytope.lowest(rows) - less, floor_least)
         likely = np.maximum(polytope.likely(rows), floor_most)
         live = np.maximum(polytope.highest(rows) + more, floor_most)
-        scarcely, commonly, amply, squeezed = self._excess
-        held = live + amply(live)
-        reach = np.clip(4 * (held / max(1, peaks.largest_held(device)) - 1), 0.25, 1.0)
-        raised = held * (1 + self.margin * reach)
-        proven = (1 + TOLERANCE) * peaks.proven(device, shares, micro_batches, accumulates)
-        least = least + scarcely(least)
+        # then what the allocator reserves
+        held = live + overhead.most(live)
+        beyond = held / max(1, readings.largest_held(device)) - 1
+        raised = held * (1 + margin * np.clip(beyond / FULL_MARGIN_BEYOND, LEAST_MARGIN_PART, 1.0))
+        proven = (1 + REPEATABILITY) * readings.proven(device, shares, micro_batches, accumulates)
+        least = least + overhead.least(least)
         most = np.minimum(raised, np.maximum(proven, least))
         bounds = (
             np.minimum(least, most),
-            np.minimum(likely + commonly(likely), most),
+            np.minimum(likely + overhead.mean(likely), most),
             most,
-            np.minimum(most, raised - amply(live) + squeezed(live)),
+            np.minimum(most, raised - overhead.most(live) + overhead.after_flush(live)),
         )
         idle = (shares == 0) & (device > 0)
         return tuple(np.where(idle, 0.0, bound) for bound in bounds)  # type: ignore[return-value]
 
-    # --- fitting -----------------------------------------------------------------------------------------------------
+    # --- fitting ---------------------------------------------------------------------------------
 
     def _fit(self) -> None:
-        self._excess = self._peaks.excesses()
+        self._overhead = self._readings.allocator_overhead()
         self._polytopes = {}
         fitted: dict[tuple[int, ...], Polytope] = {}
-        for group in [*self._peaks.kinds(), (0,)]:
+        for group in [*self._readings.same_memory_groups(), (0,)]:
             polytope = self._fit_group(group, fitted)
             if polytope is not None:
                 fitted[group] = polytope
                 self._polytopes |= dict.fromkeys(group, polytope)
-        # a replica that never had a share is taken to be like the others; where none had, like GPU 0 without omega
+        # a replica that never had a share borrows from the others; where none had, from GPU 0,
+        # whose coefficients before omega are those of a replica
         replicas = [group for group in fitted if group != (0,)]
         for device in range(1, self._n):
             if device not in self._polytopes:
-                known = fitted[self._likest(device, replicas)[0]] if replicas else fitted[0,].of_first(3)
-                self._polytopes[device] = known
+                self._polytopes[device] = (
+                    fitted[self._likest(device, replicas)[0]] if replicas else fitted[0,].of_first(MICRO_BATCH)
+                )
 
     def _fit_group(self, devices: tuple[int, ...], others: Mapping[tuple[int, ...], Polytope]) -> Polytope | None:
-        """The coefficients of a kind of devices; the slope of the likest of the `others` is shared."""
-        readings = [reading for device in devices for reading in self._peaks.readings(device)]
+        """The coefficients of a group of devices; None without a reading.
+
+        Its slope is within a tolerance of that of the likest group among the `others`.
+        """
+        readings = [reading for device in devices for reading in self._readings.readings(device)]
         if not readings:
             return None
-        missed = [row for device in devices for row in self._peaks.missed(device, self._live_within(device))]
         slopes = (-np.inf, np.inf)
         if others:
-            likest, is_of_a_kind = self._likest(devices[0], others)
-            apart, corners = SHARED_BY_KIND if is_of_a_kind else SHARED, others[likest].corners[:, 1]
-            slopes = (corners.min() * (1 - apart), corners.max() * (1 + apart))
-        return agreeing_with(self._bounds(readings, missed, slopes))
+            likest, has_same_memory = self._likest(devices[0], others)
+            tolerance = SAME_MEMORY_SLOPE_TOLERANCE if has_same_memory else SLOPE_TOLERANCE
+            corners = others[likest].corners[:, SHARE]
+            slopes = (corners.min() * (1 - tolerance), corners.max() * (1 + tolerance))
+        full = [(row, self._live_bytes_when_full(i)) for i in devices for row in self._readings.oom_rows(i)]
+        bounds = coefficient_bounds(
+            readings,
+            full,
+            slope_range=slopes,
+            slope_slack=self.slope_slack,
+            largest_budget_bytes=float(self.budget_bytes.max()),
+        )
+        return agreeing_with(bounds)
 
     def _likest(self, device: int, groups: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], bool]:
-        """Of `groups` the first that has a device of as much memory in all, else the first; whether there is one that has."""
-        totals, groups = [memory.total_bytes for memory in self._peaks.runs[0].memory], list(groups)
-        of_a_kind = [group for group in groups if totals[device] in {totals[other] for other in group}]
-        return (of_a_kind or groups)[0], bool(of_a_kind)
+        """The first of `groups` with a device of as much memory, True; else the first, False."""
+        totals, groups = [memory.total_bytes for memory in self._readings.runs[0].memory], list(groups)
+        same_memory = [group for group in groups if totals[device] in {totals[other] for other in group}]
+        return (same_memory or groups)[0], bool(same_memory)
 
-    def _live_within(self, device: int) -> float:
-        """Live bytes with which the device would be full."""
-        room = float(self.budget_bytes[device])
-        return room - float(self._excess[2](np.array([room]))[0])
+    def _live_bytes_when_full(self, device: int) -> float:
+        """Allocated bytes at which the device's budget is reserved."""
+        budget = float(self.budget_bytes[device])
+        return budget - float(self._overhead.most(np.array([budget]))[0])
 
-    def _bounds(
-        self, readings: Sequence[Reading], missed: Sequence[tuple[Floats, float]], slopes: tuple[float, float]
-    ) -> Bounds:
-        rows = np.array([reading.row for reading in readings])
-        peaks = np.array([reading.peak_bytes for reading in readings], dtype=float)
-        resting = [reading.resting_bytes for reading in readings]
-        count, width = rows.shape
-        tolerances = TOLERANCE * peaks
-        # what lies above the flat of the small sizes is on a slope; one that steepens passes below the smaller ones
-        accumulates = rows[:, 2]
-        flat = np.array([peaks[accumulates == k].min() for k in accumulates])
-        is_on_slope = peaks > flat + 2 * tolerances
-        least = np.where(is_on_slope, peaks - tolerances - self.slope_slack * (peaks.max() - peaks), -np.inf)
-        at_rest = np.zeros((count, width))
-        at_rest[:, 0], at_rest[:, 2] = 1.0, accumulates
-        least_at_rest = np.array(
-            [RESTING_FRACTION * peaks.min() if rest is None else rest * (1 - TOLERANCE) for rest in resting]
-        )
-        # what is known at rest is a reading like others; a guess gives way first, wholly if need be
-        give = np.array([1.0 if rest is None else TOLERANCE for rest in resting])
-        all_rows, all_least, all_most = (
-            [rows, at_rest],
-            [least, least_at_rest],
-            [peaks + tolerances, np.full(count, np.inf)],
-        )
-        slack = [np.maximum(tolerances, 1.0), np.maximum(give * least_at_rest, 1.0)]
-        for row, live in missed:
-            all_rows.append(row[None])
-            all_least.append(np.array([live * (1 - TOLERANCE)]))
-            all_most.append(np.array([np.inf]))
-            slack.append(np.array([TOLERANCE * live]))
-        # coefficients that no trial has varied are given an end: that of a whole peak
-        ends = np.eye(width)
-        largest = rows.max(axis=0)
-        room = self.budget_bytes.max()
-        end_most = np.where(largest > 0, peaks.max() / np.maximum(largest, 1), room)
-        end_least = np.full(width, -np.inf)
-        end_least[1], end_most[1] = slopes[0], min(end_most[1], slopes[1])
-        if not accumulates.any() or accumulates.all():
-            end_most[2] = 0.0  # part of what is fixed, until trials tell them apart
-        all_rows.append(ends)
-        all_least.append(end_least)
-        all_most.append(end_most)
-        slack.append(np.maximum(TOLERANCE * end_most, 1e-6))
-        return Bounds(
-            rows=np.concatenate(all_rows),
-            least=np.concatenate(all_least),
-            most=np.concatenate(all_most),
-            slack=np.concatenate(slack),
-        )
+    # --- learning from errors --------------------------------------------------------------------
 
     def _check(self, attempt: Attempt) -> None:
-        """Compare a trial with what was predicted of it; change how much steeper lines may become accordingly."""
+        """Compare a trial with its prediction, and widen or narrow the predictions to come."""
         split, memory = attempt.split, attempt.measurement.memory
         steps, shards = np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float)
         predicted = self.needed(steps, shards)
-        most = predicted.most[0]
-        if attempt.measurement.throughput is not None and memory:
+        has_run = attempt.measurement.throughput is not None
+        if has_run and memory:
             held = np.array([reading.peak_reserved_bytes for reading in memory], dtype=float)
+            most = predicted.most[0]
         elif attempt.lacking:
             held = np.array([self.budget_bytes[i] if i in attempt.lacking else 0.0 for i in range(self._n)])
             most = predicted.most_after_cache_flush[0]  # the allocator had handed back what it could
         else:
             return
         errors = held / np.maximum(most, 1.0) - 1
-        error = float(errors.max())
-        self.errors.append(error)
-        failed = attempt.measurement.throughput is None and error > -LEAST_WIDENING
-        if error > TOLERANCE or failed:
-            self.slope_slack = min(1.0, 2 * self.slope_slack)
-            wider = max(WIDENING * error, LEAST_WIDENING) if failed else WIDENING * error
-            self.margin += wider
-            if not self._peaks.readings(int(errors.argmax())):
-                self._margin_of_strangers += wider
-        elif self._reached(predicted.likely[0]):
+        self.errors.append(float(errors.max()))
+        has_failed = not has_run and self.errors[-1] > -LEAST_WIDENING
+        if self.errors[-1] > REPEATABILITY or has_failed:
+            self._widen(errors, has_failed=has_failed)
+        elif self._goes_beyond(predicted.likely[0]):
             if np.abs(held / np.maximum(predicted.likely[0], 1.0) - 1).max() < LEAST_WIDENING:
-                self.slope_slack = max(SETTLED_STEEPENING, self.slope_slack / 2)
-            margin, self.margin = self.margin, 0.0
-            enough = WIDENING * float((held / np.maximum(self.needed(steps, shards).most[0], 1.0) - 1).max())
-            self.margin = max(min(margin, SETTLED_MARGIN), min(margin, enough), margin / 2)
-            self._margin_of_strangers = min(self._margin_of_strangers, self.margin)
+                self.slope_slack = max(SETTLED_SLOPE_SLACK, self.slope_slack / 2)
+            without_margin = self._needed(steps, shards, None, 0.0).most[0]
+            self._narrow(float((held / np.maximum(without_margin, 1.0) - 1).max()))
 
-    def _reached(self, likely: Floats) -> bool:
-        """Whether a prediction went beyond what had been measured, so that it tells something."""
-        measured = np.array([[m.peak_reserved_bytes for m in run.memory] for run in self._peaks.runs]).max(axis=0)
-        return bool((likely > 1.1 * measured).any())
+    def _widen(self, errors: Floats, *, has_failed: bool) -> None:
+        """A prediction was exceeded by `errors`, (n,), or a device lacked memory."""
+        self.slope_slack = min(1.0, 2 * self.slope_slack)
+        wider = WIDENING * float(errors.max())
+        if has_failed:
+            wider = max(wider, LEAST_WIDENING)
+        self.margin += wider
+        if not self._readings.readings(int(errors.argmax())):
+            self._margin_from_unseen_devices += wider
+
+    def _narrow(self, exceeded: float) -> None:
+        """A prediction came true; without the margin it would have been exceeded by this part."""
+        enough = WIDENING * exceeded
+        self.margin = max(min(self.margin, SETTLED_MARGIN), min(self.margin, enough), self.margin / 2)
+        self._margin_from_unseen_devices = min(self._margin_from_unseen_devices, self.margin)
+
+    def _goes_beyond(self, likely: Floats) -> bool:
+        """Whether a prediction was beyond what had been measured, so that it tells something."""
+        measured = np.array([[m.peak_reserved_bytes for m in run.memory] for run in self._readings.runs]).max(axis=0)
+        return bool((likely > (1 + REACH) * measured).any())

@@ -1,50 +1,79 @@
-"""What the trials tell of each device's peaks: readings, floors, and what the allocator holds beyond what is live."""
+"""What the trials tell of each device's peaks: readings, floors, and what the allocator adds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement
 from splittune.search.attempts import Attempt
+from splittune.search.models.groups import grouped
+from splittune.units import MIB
 
 Floats = NDArray[np.float64]
 
-# MemoryReadings of two replicas with the same share that differ by less come from cards of a kind.
-ALIKE = 0.01
-# Without word of what is held at rest, half of the smallest peak is taken for it: parameters, beside their gradients.
+# Relative repeatability of a live-bytes peak; kernel workspaces change with the batch size. A
+# choice. Larger, and predicted intervals are wider; smaller, and readings contradict each other.
+REPEATABILITY = 0.002
+# Replicas with the same share are of one kind if their peaks differ by no more than this part. A
+# choice, five times the repeatability of a peak (`REPEATABILITY`). Larger, and a device's own
+# workspaces are put on others; smaller, and each device is learned alone, from fewer trials.
+PEAK_TOLERANCE = 0.01
+# Without a reading at rest this part of the smallest peak stands for it: parameters are at rest,
+# and their gradients, as large, come on top. Larger, and growth with the batch is taken for
+# smaller.
 RESTING_FRACTION = 0.5
-# The allocator holds blocks of 20 MiB for requests from 1 MiB and of 2 MiB for smaller ones: that much more than is
-# live says nothing of large sizes, what goes beyond grows with them.
-QUANTUM_BYTES = 22 * 1024**2
+# Reserved beyond allocated, up to this says nothing of larger sizes; what goes beyond grows with
+# them. Torch's caching allocator takes segments of 20 MiB for requests from 1 MiB and of 2 MiB for
+# smaller ones, so one of each may be almost empty.
+QUANTUM_BYTES = 22 * MIB
+
+# Columns of `rows_of`, in order: what F, beta, gamma and, on GPU 0 alone, omega are multiplied by.
+CONSTANT = 0
+SHARE = 1
+ACCUMULATES = 2
+MICRO_BATCH = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A peak of forward and backward, what the device held at rest before (None where unknown), and its row."""
+    """One peak of forward and backward on one device."""
 
     row: Floats
-    """Of `rows_of`."""
+    """(3,) or, on GPU 0, (4,): one row of `rows_of`."""
     peak_bytes: int
     resting_bytes: int | None
+    """Held just before the forward; None where unknown."""
 
     @property
     def accumulates(self) -> float:
-        return float(self.row[2])
+        """1 with several accumulation steps, 0 with one."""
+        return float(self.row[ACCUMULATES])
 
 
 @dataclass(frozen=True, slots=True)
-class Excess:
-    """Bytes the allocator holds beyond those that are live: some in any case, and some for each."""
+class Overhead:
+    """Reserved minus allocated bytes, as a line: ``constant + ratio x allocated``."""
 
     constant: float
     ratio: float
 
-    def __call__(self, live: Floats) -> Floats:
-        return self.constant + self.ratio * live
+    def __call__(self, allocated: Floats) -> Floats:
+        return self.constant + self.ratio * allocated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorOverhead:
+    """What torch's allocator reserves beyond what is allocated, as four lines."""
+
+    least: Overhead
+    mean: Overhead
+    most: Overhead
+    after_flush: Overhead
+    """The most that is left once the allocator, running short, has handed its free blocks back."""
 
 
 @dataclass(slots=True)
@@ -57,18 +86,19 @@ class MemoryReadings:
     _readings: dict[tuple[int, int], list[Reading]] = field(default_factory=dict, repr=False)
     """By device and number of runs: thousands of splits are judged by the same few."""
     _proofs: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False)
+    """As `_readings`."""
 
     def budget_bytes(self) -> Floats:
-        """(n,) bytes each device has for this job: its total less what others held at most."""
-        rooms = [[memory.total_bytes - memory.outside_bytes for memory in run.memory] for run in self.runs]
-        return np.array(rooms, dtype=float).min(axis=0) if rooms else np.full(self.num_devices, np.inf)
+        """(n,) bytes each device has for this job: its total less the most that others held."""
+        budgets = [[memory.total_bytes - memory.outside_bytes for memory in run.memory] for run in self.runs]
+        return np.array(budgets, dtype=float).min(axis=0) if budgets else np.full(self.num_devices, np.inf)
 
     def largest_held(self, device: int) -> int:
-        """The largest peak of what the allocator held."""
+        """The largest reserved peak of one device, in bytes; 0 before anything ran."""
         return max((run.memory[device].peak_reserved_bytes for run in self.runs), default=0)
 
     def readings(self, device: int) -> list[Reading]:
-        """What is known of forward and backward on one device; a replica without a share is not there."""
+        """Every peak of forward and backward on one device; none of a replica without a share."""
         key = device, len(self.runs)
         if key not in self._readings:
             self._readings[key] = self._read(device)
@@ -81,60 +111,61 @@ class MemoryReadings:
             if share == 0 and device > 0:
                 continue
             accumulates, size = float(run.split.accumulation_steps > 1), run.split.micro_batch_size
-            readings.append(Reading(row_of(device, share, size, accumulates), _peak(memory), memory.resting_bytes))
+            row = row_of(device, share, size, accumulates)
+            readings.append(Reading(row, memory.batch_peak_bytes, memory.resting_bytes))
             if memory.single_step_peak_bytes is not None and accumulates:
+                # 0 at rest bounds nothing: the reading beside it tells what is held there
                 readings.append(Reading(row_of(device, share, size, 0.0), memory.single_step_peak_bytes, 0))
         return readings
 
-    def missed(self, device: int, live_bytes: float) -> list[tuple[Floats, float]]:
-        """The rows of the trials in which the device lacked memory, each with the live bytes that fill it."""
+    def oom_rows(self, device: int) -> list[Floats]:
+        """The row of each trial in which the device lacked memory."""
         return [
-            (
-                row_of(device, a.split.shard_sizes[device], a.split.micro_batch_size, a.split.accumulation_steps > 1),
-                live_bytes,
-            )
+            row_of(device, a.split.shard_sizes[device], a.split.micro_batch_size, a.split.accumulation_steps > 1)
             for a in self.failures
             if device in a.lacking
         ]
 
-    def kinds(self) -> list[tuple[int, ...]]:
-        """Replicas in groups whose peaks agreed whenever their shares did; the one with the largest share first."""
-        groups: list[list[int]] = []
+    def same_memory_groups(self) -> list[tuple[int, ...]]:
+        """Replicas in groups whose peaks agreed at every equal share; largest share first."""
         most = {i: max(run.split.shard_sizes[i] for run in self.runs) for i in range(1, self.num_devices)}
-        for device in sorted(most, key=lambda i: -most[i]):
-            home = next((group for group in groups if self._agree(group[0], device)), None)
-            if home is None:
-                groups.append([device])
-            else:
-                home.append(device)
-        return [tuple(group) for group in groups]
+        return grouped(sorted(most, key=lambda i: -most[i]), self._agree)
 
     def _agree(self, one: int, other: int) -> bool:
+        """Whether two replicas had equal shares, each time with peaks within `PEAK_TOLERANCE`."""
         pairs = [
-            (_peak(run.memory[one]), _peak(run.memory[other]))
+            (run.memory[one].batch_peak_bytes, run.memory[other].batch_peak_bytes)
             for run in self.runs
             if run.split.shard_sizes[one] == run.split.shard_sizes[other] > 0
         ]
-        return bool(pairs) and all(abs(a - b) <= ALIKE * max(a, b) for a, b in pairs)
+        return bool(pairs) and all(abs(a - b) <= PEAK_TOLERANCE * max(a, b) for a, b in pairs)
+
+    def alike(self, device: int) -> tuple[int, ...]:
+        """The replicas in one `same_memory_groups` with `device`, itself among them.
+
+        GPU 0 is alone, and so is every device before anything ran.
+        """
+        groups = self.same_memory_groups() if self.runs else []
+        return next((group for group in groups if device in group), (device,))
 
     def floors(self, device: int, accumulates: Floats) -> tuple[Floats, Floats]:
-        """(N,) least and most of the phases that no batch size changes: the update, and the reduce.
+        """(N,) least and most bytes of the phases that no batch size changes: update and reduce.
 
-        The reduce is part of the micro-step's peaks, so it is no more than the smallest of them.
+        The reduce happens within forward and backward, so the smallest of their peaks bounds it.
         """
         updates = [run.memory[device].update_peak_bytes or 0 for run in self.runs]
-        readings = self.readings(device)
-        smallest = [min((r.peak_bytes for r in readings if r.accumulates == kind), default=None) for kind in (0.0, 1.0)]
-        known = [peak for peak in smallest if peak is not None] or [0]
-        reduce = [float(min(known) if peak is None else peak) for peak in smallest]
-        by_kind = np.where(accumulates > 0, reduce[1], reduce[0])
-        least = np.full(len(by_kind), min(updates), dtype=np.float64)
-        return least, np.asarray(np.maximum(by_kind, max(updates)), dtype=np.float64)
+        smallest = smallest_peaks(self.readings(device))
+        of_all = min(smallest.values(), default=0)
+        single, accumulating = (float(smallest.get(kind, of_all)) for kind in (0.0, 1.0))
+        reduce = np.where(accumulates > 0, accumulating, single)
+        least = np.full(len(reduce), min(updates), dtype=np.float64)
+        return least, np.asarray(np.maximum(reduce, max(updates)), dtype=np.float64)
 
-    def unknown_accumulating(self, device: int, accumulates: Floats) -> tuple[Floats, Floats]:
-        """(N,) what splits may need less and more where no reading has yet told one step from several.
+    def doubt_about_accumulating(self, device: int, accumulates: Floats) -> tuple[Floats, Floats]:
+        """(N,) bytes that splits may need less, and more, until both kinds of step were read.
 
-        The gradients that stay are as large as the parameters, and both are held at rest: half of that.
+        Accumulating keeps gradients from one micro-batch to the next. They are as large as the
+        parameters, and both are held at rest: so the doubt is half of what is held there.
         """
         others = range(1, self.num_devices) if self.num_devices > 1 else range(1)
         seen = {reading.accumulates for reading in self.readings(device) or self.readings(0)}
@@ -143,15 +174,15 @@ class MemoryReadings:
         resting = [
             r.peak_bytes if r.resting_bytes is None else r.resting_bytes for i in others for r in self.readings(i)
         ]
-        unknown = RESTING_FRACTION * max(resting, default=0)
+        doubt = RESTING_FRACTION * max(resting, default=0)
         less, more = accumulates < min(seen), accumulates > max(seen)
-        return np.where(less, unknown, 0.0), np.where(more, unknown, 0.0)
+        return np.where(less, doubt, 0.0), np.where(more, doubt, 0.0)
 
-    def excesses(self) -> tuple[Excess, Excess, Excess, Excess]:
-        """What the allocator holds beyond what is live: least, on average, most, and when it runs short.
+    def allocator_overhead(self) -> AllocatorOverhead:
+        """What the allocator reserved beyond what was allocated, over all devices and trials.
 
-        Running short it hands back the blocks that are free before it gives up, so of its quanta no more than the fewest
-        seen are taken to stay.
+        Of each excess up to `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the
+        allocator hands its free blocks back: then the constant is the smallest one seen.
         """
         pairs = [
             (memory.peak_allocated_bytes, max(0, memory.peak_reserved_bytes - memory.peak_allocated_bytes))
@@ -159,21 +190,21 @@ class MemoryReadings:
             for memory in run.memory
             if memory.peak_allocated_bytes
         ] or [(1, 0)]
-        quanta = [min(extra, QUANTUM_BYTES) for _, extra in pairs]
-        ratios = [max(0, extra - QUANTUM_BYTES) / live for live, extra in pairs]
-        return (
-            Excess(0, max(0.0, 2 * min(ratios) - max(ratios))),
-            Excess(float(np.mean(quanta)), float(np.mean(ratios))),
-            Excess(max(quanta), max(ratios)),
-            Excess(min(quanta), max(ratios)),
+        quanta = [min(excess, QUANTUM_BYTES) for _, excess in pairs]
+        ratios = [max(0, excess - QUANTUM_BYTES) / allocated for allocated, excess in pairs]
+        return AllocatorOverhead(
+            # as far below the smallest ratio seen as the largest is above it
+            least=Overhead(0, max(0.0, 2 * min(ratios) - max(ratios))),
+            mean=Overhead(float(np.mean(quanta)), float(np.mean(ratios))),
+            most=Overhead(max(quanta), max(ratios)),
+            after_flush=Overhead(min(quanta), max(ratios)),
         )
 
-    def alike(self, device: int) -> tuple[int, ...]:
-        """The replicas of one kind with `device`, itself among them; GPU 0 is alone, and all are before anything ran."""
-        return next((group for group in self.kinds() if device in group), (device,)) if self.runs else (device,)
-
     def proven(self, device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:
-        """(N,) the least that a trial held which demanded no less of the device, or of one of its kind; infinite without one."""
+        """(N,) reserved bytes that are enough, by a trial with no smaller demand; else infinite.
+
+        A trial of a replica in one group with the device counts, too.
+        """
         key = device, len(self.runs)
         if key not in self._proofs:
             self._proofs[key] = self._prove(device)
@@ -184,14 +215,14 @@ class MemoryReadings:
         return proven
 
     def _prove(self, device: int) -> Floats:
-        """(P, 4) share, micro-batch, [k > 1] and bytes held, of those that others do not prove, too."""
+        """(P, 4) share, micro-batch, [k > 1] and bytes held, without rows that others imply."""
         rows = np.array(
             [
                 (
                     run.split.shard_sizes[one],
                     run.split.micro_batch_size if device == 0 else np.inf,
                     float(run.split.accumulation_steps > 1),
-                    run.memory[one].peak_reserved_bytes * self._beside(device, one),
+                    run.memory[one].peak_reserved_bytes * self._held_beside(device, one),
                 )
                 for one in self.alike(device)
                 for run in self.runs
@@ -201,14 +232,15 @@ class MemoryReadings:
         ).reshape(-1, 4)
         rows = np.unique(rows, axis=0)
         demands, held = rows[:, :3], rows[:, 3]
-        is_less = (demands[:, None] <= demands[None]).all(axis=2) & (held[:, None] >= held[None])
-        np.fill_diagonal(is_less, False)
-        return np.asarray(rows[~is_less.any(axis=1)])
+        is_implied = (demands[:, None] <= demands[None]).all(axis=2) & (held[:, None] >= held[None])
+        np.fill_diagonal(is_implied, False)
+        return np.asarray(rows[~is_implied.any(axis=1)])
 
-    def _beside(self, device: int, other: int) -> float:
-        """How many times what `other` held a device held at most when their shares were alike, and no less than once.
+    def _held_beside(self, device: int, other: int) -> float:
+        """How many times what `other` held `device` held at most at equal shares; at least 1.
 
-        Two that never had the same share are of one kind by a third: by `ALIKE`.
+        If the two never ran the same shard size, they are linked only through a third device: then
+        `PEAK_TOLERANCE` is allowed.
         """
         if device == other:
             return 1.0
@@ -217,7 +249,7 @@ class MemoryReadings:
             for run in self.runs
             if run.split.shard_sizes[device] == run.split.shard_sizes[other] > 0
         ]
-        return max([1.0, *(own / max(1, beside) for own, beside in pairs)]) if pairs else 1 + ALIKE
+        return max([1.0, *(own / max(1, beside) for own, beside in pairs)]) if pairs else 1 + PEAK_TOLERANCE
 
 
 def rows_of(device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:
@@ -234,5 +266,9 @@ def row_of(device: int, share: float, micro_batch: float, accumulates: float) ->
     return one
 
 
-def _peak(memory: DeviceMemory) -> int:
-    return memory.peak_allocated_bytes if memory.micro_step_peak_bytes is None else memory.micro_step_peak_bytes
+def smallest_peaks(readings: Sequence[Reading]) -> Mapping[float, int]:
+    """The smallest peak of each kind of step: 0 for a single one, 1 for one that accumulates."""
+    smallest: dict[float, int] = {}
+    for reading in readings:
+        smallest[reading.accumulates] = min(reading.peak_bytes, smallest.get(reading.accumulates, reading.peak_bytes))
+    return smallest

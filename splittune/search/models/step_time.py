@@ -18,17 +18,18 @@ Floats = NDArray[np.float64]
 
 # Modelled clocks repeat exactly; a fit still needs something to weigh its errors by.
 LEAST_NOISE = 0.001
-# How far a split is believed to be off the model's form before trials say more, and how fast neighbours differ: by
-# this much of a size (in logarithms) they share half of their deviation.
+# How far a split is believed to be off the model's form before trials say more, and how fast
+# neighbours differ: by this much of a size (in logarithms) they share half of their deviation.
 PRIOR_MISFIT, LENGTH = 0.02, 0.35
 POOR_FIT = 0.05
-# Kernels may work on tiles of so many samples; what that must explain, as a logarithm of likelihood, to be believed as much
-# as that they do not.
+# Kernels may work on tiles of so many samples; what that must explain, as a logarithm of
+# likelihood, to be believed as much as that they do not.
 TILES, PRIOR_OF_TILES = (2, 4, 8, 16, 32), 2.0
 # Without busy times cards whose memory differs may differ in speed, and nobody knows by how much.
 UNLIKE_MISFIT = 0.1
-# Without busy times: how fast GPU 0 may be beside the others, as the share of theirs that takes as long as its own; how
-# little the least noise is held to tell between ratios, and how much like the others it is held to be.
+# Without busy times: how fast GPU 0 may be beside the others, as the share of theirs that takes as
+# long as its own; how little the least noise is held to tell between ratios, and how much like the
+# others it is held to be.
 GPU0_RATIOS = tuple(np.geomspace(1 / 3, 3, 7))
 MIXING_NOISE, PRIOR_OF_RATIO = 0.03, 0.5
 # About the likeliest of them, ratios that lie between.
@@ -54,13 +55,14 @@ class StepTimes:
 class TimeModel:
     """Step time ``k x (c + omega m + h a + max(max_i t_i(s_i), g a)) + u + r (a - 1)``, over a cards taking part.
 
-    t_i is card i's `Curve`, from its busy times; cards of a kind share one. It may have steps at tiles of several sizes. The
-    host's thread needs g for each card. Where busy times are unknown one curve over the largest share stands for all, with
-    GPU 0's share counted at each of several ratios. The forms that agree with the trials are averaged, and where they
-    differ the prediction is in doubt. c, omega, h, u and r are fitted to whole steps
-    by non-negative least squares on relative errors. What the form leaves is interpolated over (m, GPU 0's share, the
-    largest other share), with a deviation that grows with the distance from what was measured: it vanishes where the
-    form holds, and rules where it does not.
+    t_i is card i's `Curve`, from its busy times; cards of a kind share one. It may have steps at
+    tiles of several sizes. The host's thread needs g for each card. Where busy times are unknown
+    one curve over the largest share stands for all, with GPU 0's share counted at each of several
+    ratios. The forms that agree with the trials are averaged, and where they differ the prediction
+    is in doubt. c, omega, h, u and r are fitted to whole steps by non-negative least squares on
+    relative errors. What the form leaves is interpolated over (m, GPU 0's share, the largest other
+    share), with a deviation that grows with the distance from what was measured: it vanishes where
+    the form holds, and rules where it does not.
 
     Args:
         attempts: what was measured; those that ran count.
@@ -90,7 +92,7 @@ class TimeModel:
         """Root mean square of what the form leaves, relative; above `POOR_FIT` the form does not fit."""
         return float(np.sqrt(((self._weights @ self._left_of_each) ** 2).mean()))
 
-    def doubts(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """What the form could not explain, in a sentence; empty where it fitted."""
         # curves that left their form count, too
         left = self._weights @ self._left_of_each + self._weights @ [self._bend(form) for form in self._forms]
@@ -138,14 +140,16 @@ class TimeModel:
         log_s = np.asarray(self._weights @ logs)
         variance = self._amplitude**2 - np.einsum("ij,ij->i", weights, near)
         variance = np.maximum(variance, 0.0) + (self._weights @ doubts) ** 2 + self._weights @ (logs - log_s) ** 2
-        # as many cards as no trial had: what the model holds for constant may be each card's, so they get a chance
+        # as many cards as no trial had: what the model holds for constant may be each card's, so
+        # they get a chance
         better = (form - self._weights @ hopeful) / 2
         return StepTimes(log_s=log_s - better, deviation=np.sqrt(variance) + np.abs(better))
 
     def distance(self, shards: Floats) -> Floats:
         """(N,) how far each split is from those measured, as a difference of logarithms of shares.
 
-        With busy times that of the slowest card, from the shares measured on its kind; without, of whichever is furthest.
+        With busy times that of the slowest card, from the shares measured on its kind; without, of
+        whichever is furthest.
         """
         if self._tells_busy:
             likeliest = max(self._forms, key=lambda form: form.weight)
@@ -243,7 +247,8 @@ class TimeModel:
             curve = fit_curve(shares[worked], times[worked], self.noise, tile)
             for i in group:
                 fitted[i] = curve
-        # a card that has had no share yet is hoped to be like one of its memory, or like the fastest
+        # a card that has had no share yet is hoped to be like one of its memory, or like the
+        # fastest
         totals = self._totals()
         known = {i: curve for i, curve in enumerate(fitted) if curve is not None}
         at = min(curve.shares[-1:] for curve in known.values())  # what was measured of all of them

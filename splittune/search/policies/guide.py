@@ -114,7 +114,7 @@ class Guide:
         if not any(attempt.measurement.throughput is not None for attempt in attempts):
             return ()
         self._learn(attempts)
-        return (*self._memory.doubts(), *TimeModel(attempts).doubts())
+        return (*self._memory.warnings(), *TimeModel(attempts).warnings())
 
     def _learn(self, attempts: Sequence[Attempt]) -> None:
         known = len(self._seen)

@@ -12,7 +12,8 @@ from benchmarks.problems.problem import Problem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import MemoryModel
 from splittune.search.attempts import Attempt
-from splittune.search.models.memory import LEAST_WIDENING, SETTLED_MARGIN, TOLERANCE, Interval
+from splittune.search.models.memory import LEAST_WIDENING, SETTLED_MARGIN, Interval
+from splittune.search.models.memory_readings import REPEATABILITY
 from splittune.split import BatchSplit
 from tests.search.truth import MIB, VAST, card_memory, even, job, rows, split, trial, trials
 
@@ -85,12 +86,12 @@ def test_the_interval_holds_the_truth_after_any_ascending_trials(data: st.DataOb
     for tried in data.draw(ascending(n)):
         model.observe([trial(problem, tried)])
         told, truth = interval(model, *others(n)), truth_of(problem, others(n))
-        assert (told.least <= truth * (1 + TOLERANCE) + MIB).all()
-        assert (told.most >= truth * (1 - TOLERANCE) - MIB).all()
+        assert (told.least <= truth * (1 + REPEATABILITY) + MIB).all()
+        assert (told.most >= truth * (1 - REPEATABILITY) - MIB).all()
         assert (told.least <= told.most + 1).all()
-    assert max(model.errors, default=0) <= TOLERANCE
+    assert max(model.errors, default=0) <= REPEATABILITY
     assert model.margin == 0
-    assert model.doubts() == ()
+    assert model.warnings() == ()
 
 
 def test_before_anything_ran_nothing_is_limited() -> None:
@@ -100,7 +101,7 @@ def test_before_anything_ran_nothing_is_limited() -> None:
         model = MemoryModel(attempts, 2)
         assert (interval(model, even(B, 4, 2)).most == 0).all()
         assert np.isinf(model.budget_bytes).all()
-        assert model.doubts() == ()
+        assert model.warnings() == ()
 
 
 def test_trials_without_memory_readings_say_nothing_of_memory() -> None:
@@ -256,7 +257,7 @@ class Steepening:
 def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
     """A trial above the most predicted is in `errors`, widens what is predicted from then on, and becomes a doubt."""
     story = Steepening()
-    assert max(story.model.errors) <= TOLERANCE
+    assert max(story.model.errors) <= REPEATABILITY
     narrow = story.model.slope_slack
     predicted = interval(story.model, even(B, 2, 2)).most[0, 1]
     exceeding = trial(story.after, even(B, 2, 2))
@@ -266,11 +267,11 @@ def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
     assert story.model.errors[-1] == pytest.approx(error, rel=1e-6)
     assert story.model.margin >= error
     assert story.model.slope_slack > narrow
-    assert story.model.doubts() == (), "the cards are far from full"
+    assert story.model.warnings() == (), "the cards are far from full"
     fuller = [replace(memory, total_bytes=3 * memory.peak_reserved_bytes) for memory in exceeding.measurement.memory]
     measurement = replace(exceeding.measurement, memory=tuple(fuller))
     story.model.observe([Attempt(measurement=measurement, lacking=frozenset())])
-    (doubt,) = story.model.doubts()
+    (doubt,) = story.model.warnings()
     assert doubt.startswith("The memory model did not fit: ")
 
 
@@ -300,9 +301,9 @@ def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
         return MemoryModel(attempts, 2)
 
     told = interval(learned(10**12), even(B, 4, 2))
-    squeezed, most = told.most_after_cache_flush[0, 1], told.most[0, 1]
-    assert most - squeezed > 15 * MIB
-    model = learned(int(squeezed + most) // 2)
+    after_flush, most = told.most_after_cache_flush[0, 1], told.most[0, 1]
+    assert most - after_flush > 15 * MIB
+    model = learned(int(after_flush + most) // 2)
     failed = Measurement(split=even(B, 4, 2), outcome=Outcome.OUT_OF_MEMORY, message="device 1: out of memory")
     model.observe([Attempt(measurement=failed, lacking=frozenset({1}))])
     assert model.errors[-1] > 0
@@ -368,7 +369,7 @@ def test_a_split_that_ran_needs_no_more_than_it_held() -> None:
     assert story.model.margin > 0
     proven = story.model.needed(*rows([even(B, 8, 2), even(B, 2, 2)])).most
     held = [reading.peak_reserved_bytes for reading in trial(story.after, even(B, 2, 2)).measurement.memory]
-    assert (proven <= np.array(held) * (1 + TOLERANCE)).all()
+    assert (proven <= np.array(held) * (1 + REPEATABILITY)).all()
 
 
 def test_what_the_allocator_holds_beyond_live_bytes_is_added() -> None:

@@ -78,12 +78,12 @@ def test_room_is_the_least_that_others_left() -> None:
 def test_replicas_whose_peaks_agree_are_of_a_kind() -> None:
     """Kinds are told by peaks at equal shares, to 1 %; the replica with the largest share comes first; GPU 0 is none."""
     seen = peaks(ran(even(B, 4, 4), 90, 50, 50.2, 60), ran(split(B, 2, 4, 3, 6, 3), 90, 60, 90, 70))
-    assert seen.kinds() == [(2, 1), (3,)]
+    assert seen.same_memory_groups() == [(2, 1), (3,)]
 
 
 def test_replicas_never_seen_alike_stay_apart() -> None:
     """Without a trial in which two replicas had the same share, nobody knows that they are alike."""
-    assert peaks(ran(split(B, 4, 2, 2, 4), 90, 50, 50)).kinds() == [(2,), (1,)]
+    assert peaks(ran(split(B, 4, 2, 2, 4), 90, 50, 50)).same_memory_groups() == [(2,), (1,)]
 
 
 def test_the_update_is_a_floor_and_the_smallest_peak_bounds_the_reduce() -> None:
@@ -99,29 +99,29 @@ def test_the_update_is_a_floor_and_the_smallest_peak_bounds_the_reduce() -> None
 def test_what_accumulating_needs_is_in_doubt_until_seen() -> None:
     """Half of what a replica holds at rest may come or go with accumulation, until both kinds of step were read."""
     seen = peaks(ran(even(B, 4, 2), 90, memory(1, 90, resting_bytes=60)))
-    less, more = seen.unknown_accumulating(1, np.array([1.0, 0.0]))
+    less, more = seen.doubt_about_accumulating(1, np.array([1.0, 0.0]))
     assert (less / MIB).tolist() == [0, 30]
     assert (more / MIB).tolist() == [0, 0]
     seen.runs.append(ran(even(B, 1, 2), 120, 120))
-    assert not any(doubt.any() for doubt in seen.unknown_accumulating(1, np.array([1.0, 0.0])))
+    assert not any(doubt.any() for doubt in seen.doubt_about_accumulating(1, np.array([1.0, 0.0])))
 
 
 def test_a_device_that_never_worked_is_in_doubt_as_gpu0_is() -> None:
     """A replica without a reading takes the doubt of GPU 0's kinds of step."""
     seen = peaks(ran(split(B, 4, 8, 0), memory(0, 90, resting_bytes=60), 0))
-    assert seen.unknown_accumulating(1, np.array([0.0]))[0][0] == 0
-    assert not seen.unknown_accumulating(1, np.array([1.0]))[1].any()
+    assert seen.doubt_about_accumulating(1, np.array([0.0]))[0][0] == 0
+    assert not seen.doubt_about_accumulating(1, np.array([1.0]))[1].any()
 
 
 def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> None:
     """Up to a block beyond what is live says nothing of larger sizes, and is handed back when short; more grows with them."""
     held = [memory(0, 500, peak_reserved_bytes=572), memory(1, 50, peak_reserved_bytes=54)]
-    least, mean, most, squeezed = peaks(ran(even(B, 4, 2), *held)).excesses()
+    overhead = peaks(ran(even(B, 4, 2), *held)).allocator_overhead()
     live = np.array([1000.0 * MIB])
-    assert least(live)[0] == pytest.approx(0)
-    assert mean(live)[0] == pytest.approx((QUANTUM_BYTES + 4 * MIB) / 2 + 0.05 * live[0])
-    assert most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
-    assert squeezed(live)[0] == pytest.approx(4 * MIB + 0.1 * live[0])
+    assert overhead.least(live)[0] == pytest.approx(0)
+    assert overhead.mean(live)[0] == pytest.approx((QUANTUM_BYTES + 4 * MIB) / 2 + 0.05 * live[0])
+    assert overhead.most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
+    assert overhead.after_flush(live)[0] == pytest.approx(4 * MIB + 0.1 * live[0])
 
 
 def test_a_trial_that_demanded_no_less_proves_what_is_needed() -> None:
@@ -139,9 +139,9 @@ def test_a_failure_is_a_row_of_the_devices_that_lacked_memory() -> None:
         measurement=Measurement(split=split(B, 2, 4, 12), outcome=Outcome.OUT_OF_MEMORY), lacking=frozenset({1})
     )
     seen = peaks(ran(even(B, 4, 2), 90, 90), failures=[failed, replace(failed, lacking=frozenset())])
-    ((row, live),) = seen.missed(1, 900.0)
-    assert (row.tolist(), live) == ([1, 12, 1], 900.0)
-    assert seen.missed(0, 900.0) == []
+    (row,) = seen.oom_rows(1)
+    assert row.tolist() == [1, 12, 1]
+    assert seen.oom_rows(0) == []
 
 
 def test_the_largest_held_is_the_allocators() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from splittune.search.models.polytope import Bounds, Polytope, agreeing_with
+from splittune.search.models.polytope import Bounds, ConstraintRows, Polytope, agreeing_with
 
 Floats = NDArray[np.float64]
 
@@ -97,3 +97,15 @@ def test_bounds_that_contradict_each_other_give_way_by_their_slack() -> None:
         )
     )
     assert firm.centre == pytest.approx([5.0], abs=0.1)
+
+
+def test_rows_are_collected_in_the_order_in_which_they_are_added() -> None:
+    """One number stands for all rows of a part, and what is not given does not bind."""
+    constraints = ConstraintRows()
+    constraints.add(np.eye(2), least=np.array([1.0, 2.0]), slack=0.5)
+    constraints.add(np.array([[3.0, 4.0]]), most=7.0, slack=np.array([0.1]))
+    bounds = constraints.bounds()
+    assert bounds.rows.tolist() == [[1, 0], [0, 1], [3, 4]]
+    assert bounds.least.tolist() == [1, 2, -np.inf]
+    assert bounds.most.tolist() == [np.inf, np.inf, 7]
+    assert bounds.slack.tolist() == [0.5, 0.5, 0.1]

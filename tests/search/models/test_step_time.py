@@ -62,7 +62,7 @@ def test_a_job_of_the_models_form_is_foretold_exactly(problem: Problem) -> None:
     model = model_of(problem, tried)
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.02)
     assert model.misfit < 0.005
-    assert model.doubts() == ()
+    assert model.warnings() == ()
 
 
 def test_a_knee_is_learned() -> None:
@@ -102,7 +102,7 @@ def test_noise_is_no_misfit() -> None:
     problem = job(4, B=B, noise=0.03)
     model = model_of(problem, [even(B, k, 4) for k in (16, 8, 4, 2, 1)])
     assert model.noise > 0.002
-    assert model.doubts() == ()
+    assert model.warnings() == ()
     wanted = [even(B, 3, 4), split(B, 1, 10, 18, 18, 18)]
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.06)
 
@@ -121,7 +121,7 @@ def test_times_that_no_form_explains_are_told() -> None:
         )
         for i, a in enumerate(attempts)
     ]
-    (doubt,) = TimeModel(wild).doubts()
+    (doubt,) = TimeModel(wild).warnings()
     assert doubt.startswith("The time model did not fit: its form leaves ")
 
 

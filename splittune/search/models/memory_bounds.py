@@ -1,0 +1,111 @@
+"""What readings of one group of devices demand of its memory coefficients, as rows of `Bounds`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splittune.search.models.memory_readings import (
+    ACCUMULATES,
+    CONSTANT,
+    REPEATABILITY,
+    RESTING_FRACTION,
+    SHARE,
+    Reading,
+)
+from splittune.search.models.polytope import Bounds, ConstraintRows
+
+Floats = NDArray[np.float64]
+
+# A peak this many times `REPEATABILITY` above the smallest of its kind is on a slope, not on the
+# flat where another phase peaks. Two readings of one flat differ by two tolerances at most.
+ON_SLOPE_TOLERANCES = 2
+# Least slack in bytes of a row, so that it can give way where it must: a byte is nothing.
+LEAST_SLACK_BYTES = 1.0
+# Least slack in bytes for each unit of a coefficient, for the same reason.
+LEAST_COEFFICIENT_SLACK = 1e-6
+
+
+def coefficient_bounds(
+    readings: Sequence[Reading],
+    full: Sequence[tuple[Floats, float]],
+    *,
+    slope_range: tuple[float, float],
+    slope_slack: float,
+    largest_budget_bytes: float,
+) -> Bounds:
+    """Bounds on F, beta, gamma and, on GPU 0, omega: see `MemoryModel`.
+
+    Args:
+        readings: every peak of forward and backward, at least one.
+        full: of each trial in which a device lacked memory its row, and the live bytes that fill
+            it.
+        slope_range: least and most of beta, bytes for each sample.
+        slope_slack: a peak is a maximum of lines, so the line that rules large sizes may be steeper
+            than one through small sizes. It may pass below a reading by this part of the growth
+            from there to the largest peak.
+        largest_budget_bytes: the end of coefficients that are 0 in every reading.
+    """
+    constraints = ConstraintRows()
+    _add_peaks(constraints, readings, slope_slack)
+    _add_rest(constraints, readings)
+    for row, live in full:
+        constraints.add(row[None], least=live * (1 - REPEATABILITY), slack=REPEATABILITY * live)
+    _add_ends(constraints, readings, slope_range, largest_budget_bytes)
+    return constraints.bounds()
+
+
+def _add_peaks(constraints: ConstraintRows, readings: Sequence[Reading], slope_slack: float) -> None:
+    """No line exceeds a peak, and it reaches those above the flat, but for `slope_slack`."""
+    rows, peaks = _rows_and_peaks(readings)
+    accumulates = rows[:, ACCUMULATES]
+    tolerances = REPEATABILITY * peaks
+    flat = np.array([peaks[accumulates == kind].min() for kind in accumulates])
+    is_on_slope = peaks > flat + ON_SLOPE_TOLERANCES * tolerances
+    reached = peaks - tolerances - slope_slack * (peaks.max() - peaks)
+    constraints.add(
+        rows,
+        least=np.where(is_on_slope, reached, -np.inf),
+        most=peaks + tolerances,
+        slack=np.maximum(tolerances, LEAST_SLACK_BYTES),
+    )
+
+
+def _add_rest(constraints: ConstraintRows, readings: Sequence[Reading]) -> None:
+    """Without samples a line is no lower than what is held at rest."""
+    rows, peaks = _rows_and_peaks(readings)
+    at_rest = np.zeros_like(rows)
+    at_rest[:, CONSTANT], at_rest[:, ACCUMULATES] = 1.0, rows[:, ACCUMULATES]
+    known = [reading.resting_bytes for reading in readings]
+    least = np.array([RESTING_FRACTION * peaks.min() if rest is None else rest * (1 - REPEATABILITY) for rest in known])
+    # a guess gives way first, wholly if need be; what was read is a reading like others
+    give = np.array([1.0 if rest is None else REPEATABILITY for rest in known])
+    constraints.add(at_rest, least=least, slack=np.maximum(give * least, LEAST_SLACK_BYTES))
+
+
+def _add_ends(
+    constraints: ConstraintRows,
+    readings: Sequence[Reading],
+    slope_range: tuple[float, float],
+    largest_budget_bytes: float,
+) -> None:
+    """No coefficient is more than a whole peak, nor the slope outside its range."""
+    rows, peaks = _rows_and_peaks(readings)
+    width = rows.shape[1]
+    largest = rows.max(axis=0)
+    least = np.full(width, -np.inf)
+    most = np.where(largest > 0, peaks.max() / np.maximum(largest, 1), largest_budget_bytes)
+    least[SHARE], most[SHARE] = slope_range[0], min(most[SHARE], slope_range[1])
+    accumulates = rows[:, ACCUMULATES]
+    if not accumulates.any() or accumulates.all():
+        most[ACCUMULATES] = 0.0  # part of the constant, until trials tell them apart
+    slack = np.maximum(REPEATABILITY * most, LEAST_COEFFICIENT_SLACK)
+    constraints.add(np.eye(width), least=least, most=most, slack=slack)
+
+
+def _rows_and_peaks(readings: Sequence[Reading]) -> tuple[Floats, Floats]:
+    """(R, C) rows and (R,) peak bytes."""
+    rows = np.array([reading.row for reading in readings])
+    return rows, np.array([reading.peak_bytes for reading in readings], dtype=float)

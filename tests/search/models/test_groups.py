@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splittune.search.models.groups import grouped
+
+
+def test_a_device_joins_the_first_group_whose_first_member_it_is_like() -> None:
+    """3, 4 and 5 differ by 1 each: 4 is like 3 and joins it, 5 is not like 3 and stays apart."""
+    assert grouped([3, 4, 5], lambda one, other: abs(one - other) <= 1) == [(3, 4), (5,)]
+
+
+@given(devices=st.lists(st.integers(0, 20), unique=True), modulus=st.integers(1, 5))
+def test_groups_are_the_classes_of_an_equivalence(devices: list[int], modulus: int) -> None:
+    """Every device is in one group, with all that it is like and no other, in the order given."""
+    groups = grouped(devices, lambda one, other: (one - other) % modulus == 0)
+    assert sorted(device for group in groups for device in group) == sorted(devices)
+    assert len({device % modulus for device in devices}) == len(groups)
+    for group in groups:
+        assert len({device % modulus for device in group}) == 1
+        assert list(group) == [device for device in devices if device in group]

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from splittune.search.models.memory_bounds import coefficient_bounds
+from splittune.search.models.memory_readings import ACCUMULATES, CONSTANT, REPEATABILITY, SHARE, Reading, row_of
+from splittune.search.models.polytope import Bounds
+
+FREE = (-np.inf, np.inf)
+
+
+def reading(share: int, peak: int, resting: int | None, accumulates: float = 0.0) -> Reading:
+    """Of a replica."""
+    return Reading(row_of(1, share, 2 * share, accumulates), peak, resting)
+
+
+def bounds(*readings: Reading, slope_range: tuple[float, float] = FREE, slope_slack: float = 0.1, **full) -> Bounds:
+    return coefficient_bounds(
+        readings,
+        full.get("full", ()),
+        slope_range=slope_range,
+        slope_slack=slope_slack,
+        largest_budget_bytes=10_000.0,
+    )
+
+
+def test_a_peak_is_reached_but_for_the_slack_of_what_grows_after_it() -> None:
+    """1000, 2000 and 4000 bytes: the flat need not be reached, the middle one to 0.1 x 2000, the last in full."""
+    rows = bounds(reading(1, 1000, 0), reading(2, 2000, 0), reading(4, 4000, 0))
+    assert rows.least[:3] == pytest.approx([-np.inf, 2000 * (1 - REPEATABILITY) - 200, 4000 * (1 - REPEATABILITY)])
+    assert rows.most[:3] == pytest.approx(np.array([1000, 2000, 4000]) * (1 + REPEATABILITY))
+
+
+def test_what_is_known_at_rest_gives_way_as_readings_do_and_a_guess_wholly() -> None:
+    """600 bytes at rest are a bound to 0.2 %; where nobody knows, half of the smallest peak, which gives way."""
+    rows = bounds(reading(1, 1000, 600), reading(2, 2000, None))
+    assert rows.rows[2:4].tolist() == [[1, 0, 0], [1, 0, 0]]
+    assert rows.least[2:4] == pytest.approx([600 * (1 - REPEATABILITY), 500])
+    assert rows.slack[2:4] == pytest.approx([max(1.0, rows.least[2] * REPEATABILITY), 500])
+
+
+def test_a_failure_bounds_its_row_from_below() -> None:
+    """A device of 5000 bytes ran out of memory with 8 samples: they need that much."""
+    rows = bounds(reading(1, 1000, 0), full=[(row_of(1, 8, 16, 0.0), 5000.0)])
+    assert rows.rows[2].tolist() == [1, 8, 0]
+    assert rows.least[2] == pytest.approx(5000 * (1 - REPEATABILITY))
+    assert np.isinf(rows.most[2])
+
+
+def test_every_coefficient_has_an_end() -> None:
+    """No coefficient is more than a whole peak; one that is 0 in every reading ends at 0 or at the budget."""
+    ends = bounds(reading(2, 1000, 0), reading(4, 1400, 0)).most[-3:]
+    assert ends[[CONSTANT, SHARE, ACCUMULATES]].tolist() == [1400, 350, 0]
+    both = bounds(reading(2, 1000, 0), reading(4, 1400, 0, accumulates=1.0)).most[-3:]
+    assert both[ACCUMULATES] == 1400
+    idle = coefficient_bounds(
+        [Reading(row_of(0, 0, 8, 0.0), 900, 0)],
+        (),
+        slope_range=FREE,
+        slope_slack=0.1,
+        largest_budget_bytes=10_000.0,
+    )
+    assert idle.most[-4:][SHARE] == 10_000
+
+
+def test_the_slope_keeps_within_its_range() -> None:
+    """What another group of devices taught of a sample bounds it here."""
+    rows = bounds(reading(2, 1000, 0), slope_range=(90.0, 110.0))
+    assert (rows.least[-3:][SHARE], rows.most[-3:][SHARE]) == (90, 110)
