@@ -1,9 +1,9 @@
-"""One way to explain step times: a curve for each card, and what else a step costs."""
+"""One hypothesis of what a step costs: a curve for each device, and what a step pays besides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,72 +12,142 @@ from splittune.search.models.curves import Curve
 
 Floats = NDArray[np.float64]
 
+# Seconds a step takes at least: its logarithm is taken.
+LEAST_STEP_S = 1e-12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """Seconds a step, ``k x (c + omega m + h a + max(max_i t_i(s_i), g a)) + u + r (a - 1)``: see `TimeModel`.
+class StepCosts:
+    """What a step pays besides the devices' own work, in seconds; none is negative."""
 
-    N splits are `cost_rows` of them, (N, 5), and what `slowest` says of their shards.
+    per_micro_step_s: float = 0.0
+    """c, for each of the k micro-steps."""
+    per_sample_s: float = 0.0
+    """omega, for each sample of a micro-step whose outputs several devices gather."""
+    per_device_s: float = 0.0
+    """h, for each device that takes part in a micro-step."""
+    per_step_s: float = 0.0
+    """u, once a step: the update."""
+    per_reduce_s: float = 0.0
+    """r, once a step for each device beside the first."""
+
+    @classmethod
+    def from_vector(cls, costs: Floats) -> StepCosts:
+        """From (5,) numbers in the order of the fields."""
+        return cls(**dict(zip((field.name for field in fields(cls)), costs.tolist(), strict=True)))
+
+    def of(self, counts: StepCounts) -> Floats:
+        """(N,) seconds of a step."""
+        return np.asarray(counts.matrix @ np.array(astuple(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """How often a step of each of N splits pays for each of `StepCosts`.
+
+    Worked: 3 accumulation steps of 10 samples over 2 devices are a row of 3 micro-steps, 30
+    samples, 6 device micro-steps, 1 step and 1 reduce.
+    """
+
+    matrix: Floats
+    """(N, 5), columns in the order of the fields of `StepCosts`."""
+
+    @classmethod
+    def of(cls, steps: Floats, shards: Floats) -> StepCounts:
+        """Of N splits: `steps` (N,), `shards` (N, n)."""
+        active = (shards > 0).sum(axis=1)
+        samples = steps * shards.sum(axis=1) * (active > 1)
+        return cls(np.column_stack([steps, samples, steps * active, np.ones_like(steps), active - 1.0]))
+
+    @property
+    def micro_steps(self) -> Floats:
+        """(N,) k, the accumulation steps."""
+        return self.matrix[:, 0]
+
+    @property
+    def active_devices(self) -> Floats:
+        """(N,) a, the devices that have a share."""
+        return self.matrix[:, 4] + 1
+
+    def where(self, chosen: NDArray[np.bool_] | Sequence[int]) -> StepCounts:
+        """Of these splits alone."""
+        return StepCounts(self.matrix[chosen])
+
+    def of_update(self) -> StepCounts:
+        """What is paid once a step, however many micro-steps it has."""
+        return StepCounts(self.matrix * [0, 0, 0, 1, 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hypothesis:
+    """Seconds a step, ``k (c + omega m + h a + max(max_i t_i(s_i), g a)) + u + r (a - 1)``.
+
+    m is the micro-batch, a the number of devices with a share s_i. See `TimeModel`.
     """
 
     curves: tuple[Curve, ...]
-    """t_i, one for each card."""
-    costs: Floats
+    """t_i, one for each device."""
+    costs: StepCosts = StepCosts()
     """c, omega, h, u and r."""
-    host_s: float = 0.0
-    """g, for each card taking part: one thread launches for all, and the slowest card may wait for it."""
-    most_host_s: float = 0.0
-    """What g is at most, by the trials."""
+    host_s_per_device: float = 0.0
+    """g: one thread launches for all devices taking part, and the slowest may wait for it."""
+    most_host_s_per_device: float = 0.0
+    """The largest g with which no trial would have taken longer than it did."""
     tells_busy: bool = True
-    """Whether the curves are of busy times; else they hold what is constant in whole micro-steps, too."""
+    """Whether curves are of busy times; else they include what is constant in a micro-step."""
     weight: float = 1.0
-    """How much it is believed among others."""
+    """Its posterior probability among the hypotheses."""
 
     def slowest(self, shards: Floats) -> tuple[NDArray[np.int64], Floats]:
-        """(N,) which card works longest on its share, and for how many seconds."""
+        """(N,) which device works longest on its share, and its seconds."""
         largest = int(shards.max(initial=0))
-        are_sizes_fewer = largest <= 2 * len(shards)  # then the curves are worked out once for each
+        are_sizes_fewer = largest <= 2 * len(shards)  # then each curve is worked out once a size
         sizes, whole = np.arange(largest + 1, dtype=float), shards.astype(int)
         seconds = np.empty_like(shards)
-        for curve, own in self._cards_of_each():
+        for curve, own in self._devices_by_curve():
             seconds[:, own] = curve(sizes)[whole[:, own]] if are_sizes_fewer else curve(shards[:, own])
         which = seconds.argmax(axis=1)
         return which, seconds[np.arange(len(shards)), which]
 
-    def step_s(self, rows: Floats, busy: Floats) -> Floats:
-        """(N,) seconds."""
-        steps, active = rows[:, 0], rows[:, 4] + 1
-        return np.asarray(np.maximum(steps * np.maximum(busy, self.host_s * active) + rows @ self.costs, 1e-12))
+    def step_s(self, counts: StepCounts, slowest_s: Floats) -> Floats:
+        """(N,) seconds a step, from the slowest devices' seconds a micro-step."""
+        working_s = np.maximum(slowest_s, self.host_s_per_device * counts.active_devices)
+        return np.asarray(np.maximum(counts.micro_steps * working_s + self.costs.of(counts), LEAST_STEP_S))
 
-    def hopeful_step_s(self, rows: Floats, busy: Floats) -> Floats:
-        """(N,) seconds if what it holds for constant is each card's, so that fewer cards cost less of it."""
-        steps, active, n = rows[:, 0], rows[:, 4] + 1, len(self.curves)
-        slowest = np.maximum(busy, self.host_s * active)
+    def optimistic_step_s(self, counts: StepCounts, slowest_s: Floats) -> Floats:
+        """(N,) seconds if what seems constant is each device's: fewer devices then pay less."""
+        steps, active, n = counts.micro_steps, counts.active_devices, len(self.curves)
+        working_s = np.maximum(slowest_s, self.host_s_per_device * active)
         if not self.tells_busy:
-            slowest = slowest - self.curves[-1].floor_s * (1 - active / n)
-        c, omega, h, u, r = self.costs
-        hopeful = steps * slowest + rows @ np.array([0.0, omega, c / n + h, 0.0, u / n + r])
-        if self.tells_busy:  # or what is not a card's own work is the host's, for one card after the other
-            hopeful = np.minimum(hopeful, steps * np.maximum(busy, self.most_host_s * active) + (u / n + r) * active)
-        return np.asarray(np.maximum(hopeful, 1e-12))
+            working_s = working_s - self.curves[-1].floor_s * (1 - active / n)
+        costs = replace(
+            self.costs,
+            per_micro_step_s=0.0,
+            per_device_s=self.costs.per_micro_step_s / n + self.costs.per_device_s,
+            per_step_s=0.0,
+            per_reduce_s=self.costs.per_step_s / n + self.costs.per_reduce_s,
+        )
+        seconds = steps * working_s + costs.of(counts)
+        if self.tells_busy:
+            # or what no device's own work explains is the host's, for one device after the other
+            waiting_s = np.maximum(slowest_s, self.most_host_s_per_device * active)
+            seconds = np.minimum(seconds, steps * waiting_s + costs.per_reduce_s * active)
+        return np.asarray(np.maximum(seconds, LEAST_STEP_S))
 
     def of_slowest(self, shards: Floats, which: NDArray[np.int64], ask: Callable[[Curve, Floats], Floats]) -> Floats:
-        """(N,) what the curve of the slowest card says of its share."""
+        """(N,) what the slowest device's curve says of its share: `ask` is a method of `Curve`."""
         shares = shards[np.arange(len(shards)), which]
         answers = np.zeros(len(shards))
-        for curve, cards in self._cards_of_each():
-            own = np.isin(which, cards)
+        for curve, devices in self._devices_by_curve():
+            own = np.isin(which, devices)
             answers[own] = ask(curve, shares[own])
         return answers
 
-    def _cards_of_each(self) -> Sequence[tuple[Curve, list[int]]]:
+    def deviation_of_slowest(self, shards: Floats) -> Floats:
+        """(N,) deviation of the slowest device's curve from its form: see `Curve`."""
+        return self.of_slowest(shards, self.slowest(shards)[0], Curve.deviation)
+
+    def _devices_by_curve(self) -> Sequence[tuple[Curve, list[int]]]:
+        """Each different curve, and the devices that have it."""
         different = {id(curve): curve for curve in self.curves}.values()
         return [(curve, [i for i, other in enumerate(self.curves) if other is curve]) for curve in different]
-
-
-def cost_rows(steps: Floats, shards: Floats) -> Floats:
-    """(N, 5): what c, omega, h, u and r are multiplied by."""
-    active = (shards > 0).sum(axis=1)
-    return np.column_stack(
-        [steps, steps * shards.sum(axis=1) * (active > 1), steps * active, np.ones_like(steps), active - 1.0]
-    )

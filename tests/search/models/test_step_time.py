@@ -61,7 +61,7 @@ def test_a_job_of_the_models_form_is_foretold_exactly(problem: Problem) -> None:
     wanted = [even(B, 1, n), split(B, 2, 32 - 5 * (n - 1), *[5] * (n - 1)), even(B, 5, n)]
     model = model_of(problem, tried)
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.02)
-    assert model.misfit < 0.005
+    assert model.residual_rms < 0.005
     assert model.warnings() == ()
 
 

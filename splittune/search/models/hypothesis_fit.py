@@ -1,0 +1,218 @@
+"""The hypotheses of step time that agree with the trials, and how much each is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from splittune.search.models.curves import Curve, fit_curve
+from splittune.search.models.groups import grouped
+from splittune.search.models.hypotheses import Hypothesis, StepCosts
+from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
+
+Floats = NDArray[np.float64]
+Weighed = tuple[float, Hypothesis]  # a log prior and its hypothesis
+
+# Kernels may work on tiles of so many samples: powers of two, as tiles of matrix products are. A
+# choice; 2 was added while drawn problems were searched. Each size is one more hypothesis.
+TILES = (2, 4, 8, 16, 32)
+# What a hypothesis with tiles lacks in log prior: it must make the trials e^2 = 7 times as likely
+# to be believed as much as one without. A choice.
+TILE_PENALTY = 2.0
+# Without busy times: how many samples of another device take as long as one of GPU 0's. There is a
+# hypothesis for each ratio. A choice, evenly spaced in logarithms.
+GPU0_RATIOS = tuple(np.geomspace(1 / 3, 3, 7))
+# About the likeliest ratio one more on both sides, at half of the spacing, and then at a quarter.
+FINER_RATIOS = (3 ** (1 / 6), 3 ** (1 / 12))
+# What a ratio lacks in log prior, for its squared logarithm: devices mostly are alike. A choice.
+RATIO_PENALTY = 0.5
+# Hypotheses are compared as if the noise were at least this: none is exactly true, so small
+# residuals must not decide. A choice. Larger, and more hypotheses are averaged.
+MIXING_NOISE = 0.03
+# A hypothesis with a smaller posterior weight than this is forgotten. A choice that saves time.
+LEAST_WEIGHT = 0.01
+# The host's seconds for each device are tried at these parts of the most that the trials allow. A
+# choice, denser near the most: there the host decides most steps.
+HOST_SHARES = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
+# Waiting for the host is believed if it leaves less than this part of the squared errors. A choice.
+HOST_GAIN = 0.5
+# Busy times at equal shares differ by less than this, and noise, between devices of one speed. A
+# choice. Larger, and unlike devices share a curve; smaller, and each is learned alone.
+BUSY_TOLERANCE = 0.02
+# Updates are read apart only from splits of at least so many accumulation steps: only those have a
+# typical micro-step between the first and the last, so that what these two take longer counts as
+# the update's (see `profiling.recorder`).
+MIN_STEPS_FOR_UPDATES = 3
+# An update weighs this much of a whole step in the fit. A choice below 1: it is part of that step.
+UPDATE_WEIGHT = 0.2
+
+
+def fit_hypotheses(trials: StepTrials) -> list[Hypothesis]:
+    """Bayesian model averaging: the hypotheses, with weights that sum to 1."""
+    fit = _Fit(trials)
+    return fit.posterior_weights(fit.from_busy_times() if trials.tells_busy else fit.from_whole_steps())
+
+
+@dataclass(slots=True)
+class _Fit:
+    """Hypotheses under construction."""
+
+    trials: StepTrials
+    _updates: tuple[Floats, Floats] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._updates = self._update_rows()
+
+    def from_busy_times(self) -> list[Weighed]:
+        """Curves without tiles and, while those are not well known, with tiles of each size."""
+        plain = self._curves_of_busy_devices(tile=1)
+        if all(curve.is_well_known(self.trials.noise) for curve in plain):
+            return [(0.0, self._with_costs(plain))]
+        tiled = [self._curves_of_busy_devices(tile) for tile in self._tiles()]
+        tiled = [curves for curves in tiled if any(curve.tile > 1 for curve in curves)]
+        return [(0.0, self._with_costs(plain)), *((-TILE_PENALTY, self._with_costs(curves)) for curves in tiled)]
+
+    def from_whole_steps(self) -> list[Weighed]:
+        """A single curve, GPU 0's share at several ratios; at the likeliest also with tiles."""
+        weighed: list[Weighed] = []
+        for is_like_gpu0 in self._devices_like_gpu0():
+
+            def at(ratio: float, is_like_gpu0: NDArray[np.bool_] = is_like_gpu0) -> Weighed:
+                prior = -RATIO_PENALTY * float(np.log(ratio)) ** 2
+                return prior, self._with_costs(self._single_curve(np.where(is_like_gpu0, ratio, 1.0)))
+
+            if is_like_gpu0.all():
+                weighed.append(at(1.0))
+                continue
+            own = [at(ratio) for ratio in GPU0_RATIOS]
+            for finer in FINER_RATIOS:
+                middle = self._likeliest(own).curves[0].ratio
+                own += [at(middle / finer), at(middle * finer)]
+            weighed += own
+        likeliest = tuple(curve.ratio for curve in self._likeliest(weighed).curves)
+        for ratios in {likeliest, (1.0,) * self.trials.num_devices}:
+            tiled = [self._single_curve(np.array(ratios), tile) for tile in self._tiles()]
+            weighed += [(-TILE_PENALTY, self._with_costs(curves)) for curves in tiled if curves[0].tile > 1]
+        return weighed
+
+    def posterior_weights(self, weighed: Sequence[Weighed]) -> list[Hypothesis]:
+        """The hypotheses with their posterior weights: log prior + log likelihood, normalised.
+
+        Weights below `LEAST_WEIGHT` are dropped.
+        """
+        scores = [prior + self._log_likelihood(hypothesis) for prior, hypothesis in weighed]
+        weights = np.exp(np.array(scores) - max(scores))
+        weights[weights < LEAST_WEIGHT * weights.sum()] = 0.0
+        weights /= weights.sum()
+        pairs = zip(weights, weighed, strict=True)
+        return [replace(hypothesis, weight=float(weight)) for weight, (_, hypothesis) in pairs if weight]
+
+    def _likeliest(self, weighed: Iterable[Weighed]) -> Hypothesis:
+        return max(weighed, key=lambda pair: pair[0] + self._log_likelihood(pair[1]))[1]
+
+    def _log_likelihood(self, hypothesis: Hypothesis) -> float:
+        """Of the trials' step times and, where known, busy times; but for a constant."""
+        trials = self.trials
+        predicted = hypothesis.step_s(trials.counts, hypothesis.slowest(trials.shards)[1])
+        residual = np.log(predicted) - trials.log_step_s + hypothesis.deviation_of_slowest(trials.shards)
+        if trials.tells_busy:
+            curves = {id(curve): curve for curve in hypothesis.curves}.values()
+            residual = np.concatenate([residual, *(curve.deviations for curve in curves)])
+        return -float((residual**2).sum()) / (2 * max(trials.noise, MIXING_NOISE) ** 2)
+
+    # --- curves ----------------------------------------------------------------------------------
+
+    def _tiles(self) -> list[int]:
+        """The sizes of tiles that a measured share fills."""
+        return [tile for tile in TILES if tile <= self.trials.shards.max()]
+
+    def _single_curve(self, ratios: Floats, tile: int = 1) -> tuple[Curve, ...]:
+        """One curve for all devices, through micro-steps at the largest share times its ratio."""
+        trials = self.trials
+        # of a single size the curve may take all: what is constant falls out of the comparison
+        curve = fit_curve((trials.shards * ratios).max(axis=1), trials.micro_step_s, trials.noise, tile)
+        assert curve is not None
+        scaled = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
+        return tuple(scaled[ratio] for ratio in ratios)
+
+    def _devices_like_gpu0(self) -> list[NDArray[np.bool_]]:
+        """Which devices may have GPU 0's speed, (n,) each: itself alone, or all with its memory."""
+        totals = np.array(self.trials.totals)
+        alone, same = np.arange(len(totals)) == 0, totals == totals[0]
+        return [alone] if same.all() or (same == alone).all() else [alone, same]
+
+    def _curves_of_busy_devices(self, tile: int) -> tuple[Curve, ...]:
+        """A curve for each device: one for all of a speed, a borrowed one before any share."""
+        trials, busy_s = self.trials, self.trials.busy_s
+        known: dict[int, Curve] = {}
+        for group in self._same_speed_groups(busy_s):
+            shares = np.concatenate([trials.shards[:, i] for i in group])
+            times = np.concatenate([busy_s[:, i] for i in group])
+            worked = (shares > 0) & (times > 0)
+            curve = fit_curve(shares[worked], times[worked], trials.noise, tile)
+            if curve is not None:
+                known |= dict.fromkeys(group, curve)
+        at = min(curve.shares[-1:] for curve in known.values())  # what was measured of all of them
+        by_speed = sorted(sorted(known), key=lambda i: float(known[i](at)[0]))
+
+        def likest(device: int) -> int:
+            """The fastest with its memory, else the fastest."""
+            return next((i for i in by_speed if trials.totals[i] == trials.totals[device]), by_speed[0])
+
+        return tuple(known[i] if i in known else known[likest(i)] for i in range(trials.num_devices))
+
+    def _same_speed_groups(self, busy_s: Floats) -> list[tuple[int, ...]]:
+        """Devices of one memory that were as busy at equal shares; `busy_s` is (R, n)."""
+        totals, shards = self.trials.totals, self.trials.shards
+        tolerance = BUSY_TOLERANCE + SIGNIFICANT_DEVIATIONS * self.trials.noise
+
+        def are_alike(one: int, other: int) -> bool:
+            equal = (shards[:, one] == shards[:, other]) & (shards[:, one] > 0)
+            if totals[one] != totals[other] or not equal.any():
+                return False
+            return float(np.median(np.abs(np.log(busy_s[equal, one] / busy_s[equal, other])))) < tolerance
+
+        return grouped(range(self.trials.num_devices), are_alike)
+
+    # --- costs -----------------------------------------------------------------------------------
+
+    def _with_costs(self, curves: tuple[Curve, ...]) -> Hypothesis:
+        """The hypothesis of these curves: its costs; the host's seconds if they explain much."""
+        trials, active = self.trials, self.trials.counts.active_devices
+        most_s = float((trials.micro_step_s / active).min())
+        plain = Hypothesis(curves=curves, most_host_s_per_device=most_s, tells_busy=trials.tells_busy)
+        _, slowest_s = plain.slowest(trials.shards)
+        costs, error = self._costs_beside(slowest_s)
+        best = replace(plain, costs=costs)
+        if not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
+            return best
+        least = HOST_GAIN * error
+        for share in HOST_SHARES:
+            costs, error = self._costs_beside(np.maximum(slowest_s, share * most_s * active))
+            if error < least:
+                best, least = replace(plain, costs=costs, host_s_per_device=share * most_s), error
+        return best
+
+    def _costs_beside(self, slowest_s: Floats) -> tuple[StepCosts, float]:
+        """Costs beside the slowest devices' seconds, and the squared relative error left."""
+        trials, step_s = self.trials, np.exp(self.trials.log_step_s)
+        rows, (updates, targets) = trials.counts.matrix / step_s[:, None], self._updates
+        rest = np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s
+        costs, _ = nnls(np.concatenate([rows, updates]), np.concatenate([rest, targets]))
+        predicted = trials.steps * slowest_s / step_s + rows @ costs
+        return StepCosts.from_vector(costs), float((np.log(predicted) ** 2).sum())
+
+    def _update_rows(self) -> tuple[Floats, Floats]:
+        """(U, 5) rows of updates beside those of whole steps, and (U,) what each should make."""
+        known = [
+            i
+            for i, run in enumerate(self.trials.runs)
+            if run.update_time_s and run.split.accumulation_steps >= MIN_STEPS_FOR_UPDATES
+        ]
+        seconds = np.array([self.trials.runs[i].update_time_s for i in known], dtype=float)
+        rows = self.trials.counts.where(known).of_update().matrix
+        return UPDATE_WEIGHT * rows / seconds[:, None], np.full(len(known), UPDATE_WEIGHT)

@@ -1,0 +1,88 @@
+"""What the trials that ran say of step times, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splittune.profiling.measurement import Measurement
+from splittune.search.attempts import Attempt
+from splittune.search.models.hypotheses import StepCounts
+
+Floats = NDArray[np.float64]
+
+# Relative noise of a clock that repeats exactly, as modelled ones do: a fit must weigh its errors
+# by something. A choice, well below any gain that is searched for.
+LEAST_NOISE = 0.001
+# A deviation of this many standard errors is no noise. The usual three.
+SIGNIFICANT_DEVIATIONS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrials:
+    """R trials over n devices."""
+
+    runs: tuple[Measurement, ...]
+    noise: float
+    """Relative standard error of a step time: the median over trials, at least `LEAST_NOISE`."""
+    steps: Floats
+    """(R,) accumulation steps."""
+    shards: Floats
+    """(R, n)"""
+    log_step_s: Floats
+    """(R,) logarithms of seconds a step."""
+    counts: StepCounts
+    tells_busy: bool
+    """Whether every trial has busy times."""
+
+    @classmethod
+    def of(cls, attempts: Sequence[Attempt]) -> StepTrials:
+        """Of the attempts that ran: at least one must have."""
+        runs = tuple(a.measurement for a in attempts if a.measurement.throughput is not None)
+        steps = np.array([run.split.accumulation_steps for run in runs], dtype=float)
+        shards = np.array([run.split.shard_sizes for run in runs], dtype=float)
+        return cls(
+            runs=runs,
+            noise=max(LEAST_NOISE, float(np.median([_noise(run) for run in runs]))),
+            steps=steps,
+            shards=shards,
+            log_step_s=np.log(np.array([run.step_time_s for run in runs], dtype=float)),
+            counts=StepCounts.of(steps, shards),
+            tells_busy=all(run.device_busy_s is not None for run in runs),
+        )
+
+    @property
+    def num_devices(self) -> int:
+        return int(self.shards.shape[1])
+
+    @property
+    def busy_s(self) -> Floats:
+        """(R, n) seconds of a micro-step in which each device worked, where `tells_busy`."""
+        return np.array([run.device_busy_s for run in self.runs], dtype=float)
+
+    @property
+    def micro_step_s(self) -> Floats:
+        """(R,) seconds of a micro-step; of whole steps alone, an equal part of one."""
+        return np.array([_micro_step_s(run) for run in self.runs])
+
+    @property
+    def totals(self) -> list[int]:
+        """Each device's total memory in bytes; 0 where unknown."""
+        return [memory.total_bytes for memory in self.runs[0].memory] or [0] * self.num_devices
+
+
+def _micro_step_s(run: Measurement) -> float:
+    step_s = run.step_time_s
+    assert step_s is not None
+    return step_s / run.split.accumulation_steps if run.micro_step_time_s is None else run.micro_step_time_s
+
+
+def _noise(run: Measurement) -> float:
+    """Relative standard error of the step time, from the spread of its samples."""
+    times = np.array(run.whole_step_times_s or run.micro_step_times_s)
+    if len(times) < 2:
+        return 0.0
+    return float(times.std(ddof=1) / times.mean() * 1.25 / np.sqrt(len(times)))

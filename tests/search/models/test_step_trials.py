@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.attempts import Attempt
+from splittune.search.models.step_trials import LEAST_NOISE, StepTrials
+from tests.search.truth import even, job, split, trials
+
+B = 64
+
+
+def test_trials_that_ran_are_rows() -> None:
+    """Failures have no row; steps, shards and step times stand in the order of the trials."""
+    problem = job(2, B=B)
+    ran = trials(problem, [even(B, 8, 2), split(B, 4, 6, 10)])
+    failed = Attempt(measurement=Measurement(split=even(B, 1, 2), outcome=Outcome.OUT_OF_MEMORY))
+    told = StepTrials.of([ran[0], failed, ran[1]])
+    assert told.steps.tolist() == [8, 4]
+    assert told.shards.tolist() == [[4, 4], [6, 10]]
+    assert np.exp(told.log_step_s) == pytest.approx([one.measurement.step_time_s for one in ran])
+    assert told.tells_busy
+    assert told.busy_s.shape == (2, 2)
+    assert told.num_devices == 2
+
+
+def test_a_whole_step_alone_gives_an_equal_part_to_each_micro_step() -> None:
+    """2 s for 4 micro-steps are 0.5 s each; without memory readings no total is known."""
+    whole = Measurement(split=even(B, 4, 2), outcome=Outcome.OK, whole_step_times_s=(2.0,))
+    told = StepTrials.of([Attempt(measurement=whole)])
+    assert told.micro_step_s.tolist() == [0.5]
+    assert told.totals == [0, 0]
+    assert not told.tells_busy
+
+
+def test_the_noise_is_that_of_the_trial_in_the_middle() -> None:
+    """A clock that repeats exactly has the least noise; one wild trial of three does not count."""
+    problem = job(2, B=B)
+    ran = trials(problem, [even(B, k, 2) for k in (16, 8, 4)])
+    assert StepTrials.of(ran).noise == LEAST_NOISE
+    wild = replace(ran[0].measurement, micro_step_times_s=(0.1, 0.2, 0.3))
+    assert StepTrials.of([Attempt(measurement=wild), *ran[1:]]).noise == LEAST_NOISE
+    assert StepTrials.of([Attempt(measurement=wild)]).noise == pytest.approx(1.25 * 0.1 / 3**0.5 / 0.2, rel=0.01)
