@@ -252,6 +252,11 @@ def past_the_wrapper(model: Any, batch: Any) -> Tensor:
     return nn.functional.mse_loss(model.module(batch[0]), batch[1])
 
 
+class Silent(nn.Linear):
+    def forward(self, x: Tensor) -> None:  # type: ignore[override]
+        super().forward(x)
+
+
 EMPTY = DataLoader(TensorDataset(torch.zeros(3, 12), torch.zeros(3, 1)), batch_size=4, drop_last=True)
 
 
@@ -299,6 +304,18 @@ EMPTY = DataLoader(TensorDataset(torch.zeros(3, 12), torch.zeros(3, 1)), batch_s
             {"step_fn": lambda model, batch: model(batch[0]).mean().item()},
             ConfigError,
             "step_fn gave a float: expected a tensor",
+        ),
+        (
+            job_with(model=Silent(12, 1), loss_fn=None),
+            {},
+            ConfigError,
+            "no loss can be inferred from no output.*step_fn=",
+        ),
+        (
+            job_with(),
+            {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=0.0)},
+            ConfigError,
+            "a scale of 0.0: expected a finite number above 0.*Make a new",
         ),
         (job_with(loader=EMPTY), {}, ConfigError, "the loader is empty.*drop_last"),
         (job_with(loader=[{"name": ["a"]}]), {}, ConfigError, "batch 0 of the loader: a batch with no tensor"),

@@ -79,7 +79,10 @@ def check_loss(loss: Any, origin: str) -> Tensor:
         ConfigError: it is no tensor, not of 0 dimensions, does not require a gradient, or is not finite.
     """
     if not isinstance(loss, Tensor):
-        raise ConfigError(f"{origin} gave a {type(loss).__name__}: expected a tensor, the loss. {_STEP_FN}")
+        raise ConfigError(
+            f"{origin} gave a {type(loss).__name__}: expected a tensor, the loss that gradients flow from. Return that itself, "
+            "neither nothing nor loss.item()."
+        )
     if loss.dim() != 0:
         raise ConfigError(
             f"{origin} gave a loss of shape {tuple(loss.shape)}: expected a scalar, the mean over the samples. "

@@ -75,6 +75,7 @@ class TrainingTask:
                 f"{type(self.model).__name__} has no trainable parameter ({len(parameters)} in all, none with "
                 "requires_grad): expected at least one. There is nothing to train, so nothing to tune."
             )
+        self._check_places()
         if self.loss_fn is not None and self.step_fn is not None:
             raise ConfigError("got loss_fn and step_fn: expected one of them. step_fn returns the loss itself.")
         self._check_options()
@@ -242,6 +243,17 @@ class TrainingTask:
             raise ConfigError(
                 f"model is a TorchScript module, {type(self.model).__name__}, which cannot be replicated: expected the "
                 "nn.Module it was scripted from. Pass that."
+            )
+
+    def _check_places(self) -> None:
+        first: dict[torch.device, str] = {}
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            first.setdefault(tensor.device, name)
+        if len(first) > 1:
+            listed = " and ".join(f"{name} on {device}" for device, name in first.items())
+            raise ConfigError(
+                f"the model lives on {len(first)} devices, {listed}: expected one, for every device gets a copy of all of it. "
+                f"Move it there, model.to({str(next(iter(first)))!r}); a model that is too large for one device cannot be tuned."
             )
 
     def _check_options(self) -> None:

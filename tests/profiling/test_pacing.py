@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, cycle, repeat
+from itertools import chain, count, cycle, repeat
 
 import pytest
+import torch
 
 from splittune.profiling.measurement import Measurement
 from splittune.profiling.pacing import MAX_ROUNDS, MIN_ROUNDS, MIN_WHOLE_STEPS, Pacer
@@ -202,3 +203,52 @@ def test_a_pacer_may_have_another_budget() -> None:
     job.profiler._pacer = Pacer(is_modelled=False, budget_s=10.0)
     trial = job.profiler.measure_whole_steps(split(1))
     assert 10.0 <= sum(trial.whole_step_times_s) < 12.0
+
+
+# steps that a gradient scaler skips
+
+
+class Skips(torch.amp.GradScaler):
+    """Skips the steps of these numbers, as if their gradients had overflowed."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__("cpu", init_scale=2.0**20)
+        self.numbers, self.num_steps = numbers, 0
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        if self.num_steps not in self.numbers:
+            optimizer.step()
+
+    def update(self, new_scale: object = None) -> None:
+        if self.num_steps in self.numbers:
+            self._init_scale /= 2
+
+    def get_scale(self) -> float:
+        return self._init_scale
+
+
+def test_a_round_whose_step_was_skipped_counts_nowhere() -> None:
+    """Its micro-steps and its update are forgotten and run again; the first step, that makes the state, is repeated too."""
+    job = Job(FakeHardware(is_modelled=True, durations_s=count(1.0)), grad_scaler=Skips(1, 4))
+    trial = job.profiler.measure(split(2))
+    # 1: skipped; 2: the first step; then a single one, and its update; 4: a round that is skipped; the round that counts
+    assert job.steps == [32, 32, "update", 32, "update", 32, 32, 32, 32, "update"]
+    assert trial.micro_step_times_s == (8.0, 9.0)
+    assert trial.update_times_s == (10.0,)
+    assert trial.notes == ("2 steps were skipped by the gradient scaler, whose scale was too large, and not timed.",)
+
+
+def test_whole_steps_that_were_skipped_are_run_again() -> None:
+    """Of whole steps those that were made are timed, as many as without."""
+    hardware = FakeHardware(durations_s=chain([1.0] * 3, [4.0, 9.0], [4.0] * (MIN_WHOLE_STEPS - 1)))
+    trial = Job(hardware, grad_scaler=Skips(5)).profiler.measure_whole_steps(split(2))
+    assert trial.whole_step_times_s == (4.0,) * MIN_WHOLE_STEPS
+    assert trial.notes == ("1 step was skipped by the gradient scaler, whose scale was too large, and not timed.",)
+
+
+def test_warming_up_waits_for_steps_that_were_made() -> None:
+    """A skipped step is no sign that the devices have settled."""
+    job = Job(FakeHardware(), grad_scaler=Skips(2, 3, 4))
+    job.profiler.measure_whole_steps(split(1))
+    assert len([step for step in job.steps if step != "update"]) == 3 + 3 + MIN_WHOLE_STEPS

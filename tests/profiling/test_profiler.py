@@ -419,3 +419,15 @@ def test_trials_train_and_keep_what_the_user_froze(model_trains: bool, backbone_
     job.profiler.measure(split(1))
     assert modes[0] == (True, backbone_trains)
     assert (model.training, model.backbone.training) == (model_trains, backbone_trains)
+
+
+def test_further_models_are_adopted_and_their_optimizers_prepared() -> None:
+    """What a step uses beside the model is made known to the devices before the trial, each module by itself."""
+    critic = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    optimizer = torch.optim.Adam(critic.parameters())
+    hardware = FakeHardware()
+    job = Job(hardware, other_state=(critic, optimizer))
+    job.profiler.measure(split(1))
+    assert hardware.told("prepare Sgd", "adopt Linear", "adopt Model", "adopt ReLU", "prepare Adam") == [
+        "prepare Sgd", "adopt Linear", "prepare Adam",
+    ]  # fmt: skip

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from splittune.training import Snapshot
+from splittune.training.reach import MAX_OBJECTS
 from tests.training.state import state_of
 
 Loader = DataLoader[tuple[Tensor, ...]]
@@ -331,3 +335,69 @@ def test_workers_that_were_started_do_not_stay() -> None:
     assert loader._iterator is not None
     snapshot.restore()
     assert loader._iterator is None
+
+
+# what a step reaches besides
+
+
+def test_containers_that_hold_state_are_as_they_were() -> None:
+    """A pool of images, a queue and a dict of averages hold the tensors they held, with their values; plain lists stay."""
+    pool, queue, averages = [torch.zeros(2)], deque([torch.ones(2)], maxlen=3), {"a": torch.ones(1)}
+    history: list[float] = []
+    kept = [*pool, *queue, *averages.values()]
+
+    def step() -> None:
+        pool.append(pool.pop().add_(1) * 2)
+        queue.extend([torch.zeros(2)] * 3)
+        averages.update(a=averages["a"].mul_(3) + 1, b=torch.zeros(1))
+        history.append(1.0)
+
+    snapshot = Snapshot(nn.Linear(1, 1), others=[step])
+    for _ in range(2):
+        step()
+        restore(snapshot)
+        left = [*pool, *queue, *averages.values()]
+        assert [id(tensor) for tensor in left] == [id(tensor) for tensor in kept]
+        assert [tensor.tolist() for tensor in left] == [[0, 0], [1, 1], [1]]
+    assert history == [1.0, 1.0]
+
+
+def test_what_is_told_is_kept_by_value() -> None:
+    """An object that is named has its numbers, lists and tensors put back, whatever it is."""
+
+    class Counter:
+        def __init__(self) -> None:
+            self.num, self.seen, self.total = 1, [1, 2], torch.zeros(2)
+
+    counter = Counter()
+    seen, total = counter.seen, counter.total
+    snapshot = Snapshot(nn.Linear(1, 1), told=[counter])
+    counter.num, counter.total = 5, counter.total.add_(1) * 2
+    counter.seen.append(3)
+    restore(snapshot)
+    assert (counter.num, counter.seen, counter.total.tolist()) == (1, [1, 2], [0, 0])
+    assert counter.seen is seen
+    assert counter.total is total
+
+
+def test_data_that_nobody_writes_to_is_not_written_to(tmp_path: Path) -> None:
+    """A tensor over a file that is mapped read-only is reached, and restoring leaves it alone: a write would end the process."""
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes(range(64)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of memory that is not writable
+        data = torch.from_numpy(np.memmap(path, mode="r"))
+
+    def step() -> Tensor:
+        return data
+
+    snapshot = Snapshot(nn.Linear(1, 1), others=[step])
+    restore(snapshot)
+    assert data.tolist() == list(range(64))
+
+
+def test_more_than_can_be_looked_at_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the walk over what a step reaches is not complete the user hears of it, and of the way to say it."""
+    many = [[number] for number in range(MAX_OBJECTS)]
+    Snapshot(nn.Linear(1, 1), others=[lambda: many])
+    assert "other_state=(discriminator, ...)" in caplog.text

@@ -17,6 +17,13 @@ from splittune.training import TrainingTask
 from tests.training.job import BATCH, make_model, step_of, task, two_steps, wrapped
 from tests.training.state import state_of
 
+
+def on_two_devices() -> nn.Module:
+    model = nn.Linear(4, 2)
+    model.register_buffer("table", torch.zeros(3, device="meta"))
+    return model
+
+
 # jobs that are refused
 
 
@@ -38,6 +45,10 @@ from tests.training.state import state_of
             "compiled: expected the module that was given to torch.compile",
         ),
         (lambda: task(model=nn.Linear(4, 2, device="meta")), "meta device, without values"),
+        (
+            lambda: task(model=on_two_devices()),
+            r"lives on 2 devices, weight on cpu and table on meta: expected one.*model.to\('cpu'\)",
+        ),
         (lambda: task(loss_fn=functional.mse_loss, step_fn=lambda model, batch: 0), "got loss_fn and step_fn"),
         (lambda: task(loss_fn="mse"), "loss_fn is 'mse': expected a function"),
         (lambda: task(step_fn=3), "step_fn is 3: expected a function"),
