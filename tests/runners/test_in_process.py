@@ -14,7 +14,8 @@ from splittune.options import SearchOptions
 from splittune.report.progress import SilentCallback
 from splittune.runners.in_process import InProcessRunner
 from splittune.signals import deferred
-from splittune.training import snapshot as snapshot_module
+from splittune.training import Snapshot
+from splittune.training import saved as saved_module
 from splittune.training.task import TrainingTask
 from splittune.tuner import tune
 from tests.faults.trapped import DEVICES, Job, Trap
@@ -88,15 +89,15 @@ def test_an_error_that_shows_only_at_the_end_is_raised_once_the_host_is_restored
 def test_what_lives_on_spoilt_devices_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where devices cannot be used, no value is copied to them, and modes and options are put back."""
     job = Job(Trap())
-    snapshot = snapshot_module.Snapshot(job.model, job.optimizer, job.loader)
+    snapshot = Snapshot(job.model, job.optimizer, job.loader)
     for saved in snapshot._tensors:  # as if the model lay on a card
         saved.on_host, saved.grad_on_host = None, None
-    monkeypatch.setattr(snapshot_module.Tensor, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(saved_module.Tensor, "device", torch.device("cuda", 0))
 
     def touch(*_: Any) -> None:
         raise RuntimeError(STICKY)
 
-    monkeypatch.setattr(snapshot_module, "_copy_into", touch)
+    monkeypatch.setattr(saved_module, "_copy_into", touch)
     job.model.eval()
     job.model.first.weight.requires_grad_(False)
     job.optimizer.param_groups[0]["lr"] = 7.0
@@ -120,7 +121,7 @@ def test_ctrl_c_while_state_is_taken_or_put_back_waits(
 ) -> None:
     """Pressed in the middle of it, and again out of impatience: the state is whole first, then it takes effect."""
     job = Job(Trap())
-    found, saved = job.fingerprint(), snapshot_module._SavedTensor
+    found, saved = job.fingerprint(), saved_module.SavedTensor
     method = "take_gradient" if moment == "snapshot" else "restore_gradient"
     original, count = getattr(saved, method), [0]
 

@@ -275,3 +275,13 @@ def test_a_factory_leaves_nothing_to_restore_but_the_model() -> None:
     step_of(job, two_steps()).whole()
     snapshot.restore()
     assert state_of(job.model) == before
+
+
+def test_a_loss_that_uses_a_module_stays_where_that_is() -> None:
+    """A function around a module has it on one device: in the replicas it is refused, and the module itself is not."""
+    loss = MarginLoss()
+    with pytest.raises(ConfigError, match=r"in the replicas: loss_fn uses MarginLoss.*Pass the module itself"):
+        task(loss_fn=lambda output, targets: 2 * loss(output, targets)).loss_in_replica(BATCH)
+    assert task(loss_fn=loss).loss_in_replica(BATCH) is loss
+    plain = nn.MSELoss()  # without tensors it is the same everywhere
+    assert task(loss_fn=plain.forward).loss_in_replica(BATCH) == plain.forward

@@ -322,3 +322,17 @@ def test_copies_keep_the_order_of_their_memory():
     for tensor in (last, transposed, torch.ones(3, 4)):
         assert link.copy(tensor, 1).stride() == tensor.stride()
     assert link.copy(torch.ones(1).expand(3, 4), 1).untyped_storage().nbytes() == 48
+
+
+def test_a_further_module_lives_on_gpu_0() -> None:
+    """What is adopted belongs to GPU 0 while it is metered, gradients too, and is charged there once."""
+    hardware, critic = resolve_hardware("2xT4"), nn.Linear(256, 256)
+    critic.weight.grad = torch.zeros(256, 256)
+    hardware.adopt(critic)  # nothing is counted outside
+    with hardware.metered():
+        assert hardware.allocated_bytes() == (0, 0)
+        for _ in range(2):
+            hardware.adopt(critic)
+        assert hardware.allocated_bytes() == (2 * 4 * 256 * 256 + 4 * 256, 0)
+        hardware.adopt(nn.Sequential(nn.Linear(256, 256)))  # of a tree each module by itself
+        assert hardware.allocated_bytes() == (2 * 4 * 256 * 256 + 4 * 256, 0)
