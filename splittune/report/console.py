@@ -82,7 +82,7 @@ def _headline(result: TuneResult) -> str:
     best, baseline = result.best, result.baseline
     if baseline is None or result.speedup is None:
         return f"{rate_of(best)} samples/s{modelled}, where no even split fits at any number of accumulation steps"
-    if best.split == baseline.split and best.loss_placement == baseline.loss_placement:
+    if _is_even(result):
         return f"The even split is the fastest that was found: {rate_of(best)} samples/s{modelled}"
     rates = f"{rate_of(best)} instead of {rate_of(baseline)} samples/s{modelled}"
     if result.speedup < LEAST_SPEEDUP:
@@ -90,9 +90,16 @@ def _headline(result: TuneResult) -> str:
     return f"{result.speedup:.2f}x faster at the same batch size: {rates}"
 
 
+def _is_even(result: TuneResult) -> bool:
+    """Whether the even split won."""
+    best, even = result.best, result.baseline
+    return even is not None and (best.split, best.loss_placement) == (even.split, even.loss_placement)
+
+
 def _side_by_side(result: TuneResult) -> list[str]:
-    """A line for each property, with a column for the even split and one for the tuned split."""
-    both = [("even split", result.baseline), ("tuned split", result.best)]
+    """A line for each property, with a column for the even split and one for another that won."""
+    tuned = None if _is_even(result) else result.best
+    both = [("even split", result.baseline), ("tuned split", tuned)]
     shown = [(name, measurement) for name, measurement in both if measurement is not None]
     runs = [measurement for _, measurement in shown]
     rows: list[tuple[str, list[str], str]] = [

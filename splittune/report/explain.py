@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from splittune.report.diagnosis import Advice, Diagnosis, Remedy, diagnose
 from splittune.report.memory_parts import MemoryParts
-from splittune.report.words import count_of
+from splittune.report.words import count_of, gpus
 from splittune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ def paragraph_of(diagnosis: Diagnosis) -> str:
 def facts_of(diagnosis: Diagnosis) -> tuple[str, ...]:
     """The two facts that matter most, a sentence each: what fills the fullest, what was bought."""
     if diagnosis.parts is None or diagnosis.are_level:
-        return (paragraph_of(diagnosis),)
-    facts = (_in_short(diagnosis, diagnosis.parts), _gain_in_short(diagnosis) or _steps_limit(diagnosis))
+        fullest = paragraph_of(diagnosis)
+    else:
+        fullest = _in_short(diagnosis, diagnosis.parts)
+    facts = (fullest, _gain_in_short(diagnosis) or _steps_limit(diagnosis) or _unused(diagnosis))
     return tuple(fact for fact in facts if fact)
 
 
@@ -98,7 +100,8 @@ def _level(diagnosis: Diagnosis) -> str:
     memory = diagnosis.best.memory
     fullest = memory[diagnosis.fullest or 0]
     least, most = (format_bytes(memory[index or 0].headroom_bytes) for index in (diagnosis.fullest, diagnosis.emptiest))
-    text = f"The cards are evenly filled at the best split: {least} to {most} are left free on each"
+    left = least if least == most else f"{least} to {most}"
+    text = f"The cards are evenly filled at the best split: {left} are left free on each"
     held = f", and most of what fills them is held outside this job: {format_bytes(fullest.outside_bytes)} on each"
     return f"{text}{held if diagnosis.is_mostly_others else ''}."
 
@@ -211,6 +214,11 @@ def _gain_in_short(diagnosis: Diagnosis) -> str:
         steps = count_of(split.accumulation_steps, "accumulation step")
         return f"{text}: {steps} instead of {even.accumulation_steps}."
     return f"{text}."
+
+
+def _unused(diagnosis: Diagnosis) -> str:
+    unused = [device for device, shard in enumerate(diagnosis.best.split.shard_sizes) if shard == 0]
+    return f"{gpus(unused)} takes no samples: no split that uses it was found to be faster." if unused else ""
 
 
 # the remedies

@@ -80,7 +80,9 @@ def test_a_missing_baseline_is_said() -> None:
 
 def test_no_gain_is_not_called_faster() -> None:
     """The even split itself may win, and another may only be as fast."""
-    assert "The even split is the fastest that was found: 80.0 samples/s" in shown(best=BASELINE).text
+    even = shown(best=BASELINE)
+    assert "The even split is the fastest that was found: 80.0 samples/s" in even.text
+    assert "tuned split" not in even.text
     as_fast = shown(best=ran(BEST.split, 0.799)).text
     assert "As fast as the even split: 80.1 instead of 80.0 samples/s" in as_fast
     assert "faster" not in as_fast

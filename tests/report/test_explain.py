@@ -198,6 +198,9 @@ def test_the_second_fact_is_what_was_bought() -> None:
     _, limit = facts_of(limited.diagnosis(4, 10, 10, baseline=limited.run(4, 10, 10)))
     assert limit.startswith("No gpu0_bsz can bring fewer than 2 accumulation steps")
     assert len(facts_of(Job(totals=(100, 150, 150)).diagnosis(16, 16, 16))) == 1
+    level = Job(totals=(4000, 4000, 4000))
+    _, unused = facts_of(level.diagnosis(24, 24, 0, baseline=level.run(16, 16, 16)))
+    assert unused == "GPU 2 takes no samples: no split that uses it was found to be faster."
 
 
 def test_risks_are_told_with_what_to_do() -> None:

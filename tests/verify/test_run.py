@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,79 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 
-from splittune import ConfigError, DeviceError, InvalidSplitError, SplitConfig, TrainingTask, Verification, verify
+from splittune import ConfigError, DeviceError, TrainingTask, verify
 from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual.hardware import VirtualHardware
-from splittune.report.progress import StepCallback
-from splittune.split import BatchSplit
 from splittune.units import MIB
-from splittune.verify.console import show_verification
-from splittune.verify.result import Lack
 from tests.faults.moments import count_calls
 from tests.faults.trapped import DEVICES, FAULTS, Job, Trap, try_fault
 from tests.training.state import state_of
-
-AMPLE = "2xT400-4GB"
-
-
-def left_free(mib: int, second: str = "1xT400-4GB") -> str:
-    """Two cards, of the first of which other programs leave this much."""
-    context = VirtualHardware.__init__.__globals__["CUDA_CONTEXT_BYTES"]
-    return f"1xT400-4GB:occupied={(4096 * MIB - context - mib * MIB) / MIB}MiB,{second}"
-
-
-def config_for(
-    shards: tuple[int, ...], k: int = 1, *, devices: str = AMPLE, size: int = 0, **fields: Any
-) -> SplitConfig:
-    hardware = resolve_hardware(devices)
-    split = BatchSplit(global_batch_size=size or k * sum(shards), accumulation_steps=k, shard_sizes=shards)
-    defaults: dict[str, Any] = {
-        "min_headroom_bytes": (0,) * len(shards),
-        "devices": hardware.devices,
-        "virtual_spec": hardware.spec,
-        "is_modelled": True,
-    }
-    return SplitConfig(split=split, **defaults | fields)
-
-
-class Texts:
-    """Batches of 8 padded texts, one batch of each length."""
-
-    def __init__(self, *lengths: int, last: int = 8) -> None:
-        sizes = [8] * (len(lengths) - 1) + [last]
-        self.batches = [(torch.randn(n, length, 16), torch.randn(n)) for n, length in zip(sizes, lengths, strict=True)]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
-class Reader(nn.Module):
-    """(N, length, 16) to (N,); notes what it is given, and in which mode: length, samples, is training, has gradients."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(16, width), nn.BatchNorm1d(width), nn.Linear(width, 1)
-        self.drop, self.frozen = nn.Dropout(0.2), nn.Dropout(0.2).eval()
-        self.seen: list[tuple[int, int, bool, bool]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append((x.shape[1], x.shape[0], self.training, torch.is_grad_enabled()))
-        hidden = self.drop(self.first(x).relu())
-        assert self.frozen.training is False
-        return self.last(self.norm(hidden.mean(1))).squeeze(1)
-
-
-def task_of(model: nn.Module, loader: Any, **options: Any) -> TrainingTask:
-    return TrainingTask(model, loader, **{"loss_fn": functional.mse_loss, **options})
-
-
-def lengths_trained(model: Reader) -> list[int]:
-    return [length for length, _, trains, has_gradients in model.seen if trains and has_gradients]
-
+from tests.verify.jobs import AMPLE, SMALL, Evaluated, Reader, Texts, config_for, left_free, lengths_trained, task_of
 
 # what is run
 
@@ -222,22 +159,6 @@ def test_a_loss_that_is_not_finite_is_a_note() -> None:
 # memory beside the plan
 
 
-class Evaluated(nn.Module):
-    """Trains on little, and evaluates with a tensor of as many MiB as told."""
-
-    def __init__(self, eval_mib: int) -> None:
-        super().__init__()
-        self.linear, self.eval_mib = nn.Linear(4, 1), eval_mib
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            x = x + x.new_zeros(self.eval_mib * MIB // 4).sum()
-        return self.linear(x)
-
-
-SMALL = [(torch.randn(4, 4), torch.randn(4, 1))] * 2
-
-
 def test_a_run_as_planned() -> None:
     """Where no device takes more than planned every verdict says so, and evaluation's peak is no peak of its own."""
     config = config_for((2, 2))
@@ -282,116 +203,6 @@ def test_an_evaluation_may_run_out_of_memory() -> None:
     assert result.lack is not None
     assert (result.lack.where, result.lack.device) == ("the evaluation after step 1", 0)
     assert len(result.losses) == 1
-
-
-def verification(**fields: Any) -> Verification:
-    hardware = resolve_hardware(left_free(46))
-    with hardware.metered():
-        memory = hardware.memory()
-    whole: dict[str, Any] = {
-        "config": config_for(
-            (1, 1),
-            devices=left_free(46),
-            min_headroom_bytes=(5 * MIB, 0),
-            planned_peak_reserved_bytes=(40 * MIB, 40 * MIB),
-        ),
-        "devices": hardware.devices,
-        "memory": tuple(replace(each, peak_reserved_bytes=42 * MIB) for each in memory),
-        "training_peak_reserved_bytes": (42 * MIB, 42 * MIB),
-        "evaluation_peak_reserved_bytes": (None, None),
-        "losses": (1.0,),
-        "num_evaluations": 1,
-    }
-    return Verification(**whole | fields)
-
-
-def test_what_to_tune_again_with() -> None:
-    """The worked example of the docstring; and of a card that ran out, more than all that the plan left free."""
-    lacking = verification()
-    assert lacking.suggested_min_headroom_bytes == 7 * MIB
-    assert lacking.verdicts[0] == "too little headroom: 4.0 MiB left, 5.0 MiB demanded"
-    assert lacking.summary == (
-        "Not verified: GPU 0 lacks 1.0 MiB of the 5.0 MiB that must stay free. "
-        f"Tune again with 7.0 MiB or more kept free (--min-headroom-bytes {7 * MIB})."
-    )
-    out = verification(lack=Lack(where="step 3", device=0, message="CUDA out of memory."))
-    assert out.suggested_min_headroom_bytes == 8 * MIB  # 46 - 40 were left free by the plan
-    assert out.summary.startswith("Not verified: out of memory at step 3, on GPU 0. Tune again")
-    somewhere = verification(lack=Lack(where="step 3", device=None, message="CUDA out of memory."))
-    assert somewhere.summary.startswith("Not verified: out of memory at step 3. Tune again")
-
-
-# how large an evaluation batch may be
-
-
-class Wide(nn.Module):
-    """An output of 0.5 MiB a sample, which evaluation gathers on GPU 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 128 * 1024)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
-
-
-def wide_loss(output: Tensor, targets: Tensor) -> Tensor:
-    return (output.mean(1) - targets).square().mean()
-
-
-@pytest.mark.parametrize("placement", ["output", "replica"])
-def test_the_evaluation_batch_is_the_largest_that_keeps_the_headroom(placement: str) -> None:
-    """What is measured keeps the headroom in a run of its own, and a tenth more does not."""
-    batches = [(torch.randn(8, 4), torch.randn(8))] * 2
-    config = config_for(
-        (2, 6), devices=left_free(120, "1xT400-4GB:occupied=3740MiB"), min_headroom_bytes=(10 * MIB, 10 * MIB),
-        loss_placement=placement,
-    )  # fmt: skip
-    task = task_of(Wide(), batches, loss_fn=wide_loss)
-    result = verify(config, task, num_steps=2, measure_eval_batch_size=True)
-    found = result.config.eval_batch_size
-    assert result.is_verified
-    assert found is not None
-    assert 16 < found < 64 * 8
-    assert all(verify(result.config, task, num_steps=num_steps).is_verified for num_steps in (2, 9))
-    more = replace(result.config, eval_batch_size=found + found // 10 + 1)
-    assert not verify(more, task, num_steps=2).is_verified
-
-
-def test_the_wrapped_model_takes_an_evaluation_batch_at_once() -> None:
-    """Under no_grad up to eval_batch_size samples are shared as the tuned shards are; with gradients, or more, refused."""
-    model, sizes = nn.Linear(4, 2), []
-    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    wrapped = config_for((2, 6), eval_batch_size=40).wrap(model)
-    x = torch.randn(41, 4)
-    with torch.no_grad():
-        torch.testing.assert_close(wrapped(x[:40]), functional.linear(x[:40], model.weight, model.bias))
-        wrapped(x[:4])
-        with pytest.raises(
-            InvalidSplitError, match=r"41 samples: expected .* at most eval_batch_size=40.*smaller batch"
-        ):
-            wrapped(x)
-    assert sizes == [10, 30, 1, 3]
-    with pytest.raises(InvalidSplitError, match=r"at most 8 in training .*Use SplitConfig.micro_batches, or no_grad"):
-        wrapped(x[:9])
-    with torch.no_grad(), pytest.raises(InvalidSplitError, match="9 samples does not fit the tuned shards"):
-        config_for((2, 6)).wrap(nn.Linear(4, 2))(x[:9])
-
-
-def test_the_search_ends_at_64_micro_batches() -> None:
-    """Evaluation gains nothing beyond that, and it is said that larger ones were not tried."""
-    result = verify(config_for((1, 1)), task_of(nn.Linear(4, 1), [(torch.randn(2, 4), torch.randn(2, 1))]), num_steps=1,
-                    measure_eval_batch_size=True)  # fmt: skip
-    assert result.config.eval_batch_size == 128
-    assert result.notes[-1] == "Evaluation batches of more than 128 samples were not tried."
-
-
-def test_nothing_is_measured_where_the_run_is_not_verified() -> None:
-    """A config that does not hold gets no evaluation batch size."""
-    config = config_for((2, 2), devices=left_free(64), eval_batch_size=99)
-    result = verify(config, task_of(Evaluated(80), SMALL), num_steps=1, measure_eval_batch_size=True)
-    assert result.config.eval_batch_size is None
-    assert result.notes[-1] == "No evaluation batch size was measured: the run is not verified."
 
 
 # as found
@@ -555,33 +366,3 @@ def test_progress_is_told() -> None:
     result = verify(config_for((2, 2)), task_of(nn.Linear(4, 1), SMALL), num_steps=3, callback=callback)
     expected = [(step, 3, loss) for step, loss in enumerate(result.losses, 1)]
     assert callback.said == ["reading up to 3 batches, for the longest", *expected]
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_people_see_of_a_run(is_terminal: bool) -> None:
-    """The loss in a line at the first step and every tenth of them; a bar, which leaves nothing behind, in a terminal."""
-    file = io.StringIO()
-    callback = StepCallback(Console(file=file, width=100, force_terminal=is_terminal, legacy_windows=False))
-    callback.on_activity("reading")
-    for step in range(1, 101):
-        callback.on_step(step, 100, 1 / step)
-    callback.on_end()
-    lines = [line for line in file.getvalue().splitlines() if "loss" in line and "step " in line]
-    assert ("\x1b" in file.getvalue()) == is_terminal
-    if not is_terminal:
-        assert file.getvalue().startswith("reading\nstep   1  loss 1.000\nstep  10  loss 0.100\n")
-        assert len(lines) == 11
-
-
-def test_what_people_see_of_the_result() -> None:
-    """A row for every device used, with plan and peaks; the loss, the notes, and the evaluation batch size."""
-    file = io.StringIO()
-    result = verification(evaluation_peak_reserved_bytes=(43 * MIB, None), losses=(2.5, 1.25), notes=("Take note.",))
-    config = replace(result.config, eval_batch_size=512, planned_peak_reserved_bytes=())
-    show_verification(replace(result, config=config), Console(file=file, width=120))
-    shown = file.getvalue()
-    first, second = [line for line in shown.splitlines() if "GPU" in line]
-    assert [cell.strip() for cell in first.split("│")[2:5]] == ["not measured", "42.0 MiB", "43.0 MiB"]
-    assert [cell.strip() for cell in second.split("│")[2:5]] == ["not measured", "42.0 MiB", "no more"]
-    assert "The loss was 2.500 at step 1 and 1.250 at step 2.\nTake note.\n" in shown
-    assert "Evaluation batches of 512 samples keep the headroom" in shown
