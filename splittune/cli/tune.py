@@ -123,7 +123,7 @@ def tune_and_save(
     except BaseException as error:
         if callback.cards is not None and callback.trials:
             save_tables(out, callback.trials, callback.cards.devices, is_modelled=callback.cards.is_modelled)
-            say(f"{len(callback.trials)} finished trials are kept in {out}/trials.csv")
+            say(f"Finished trials kept in {out}/trials.csv: {len(callback.trials)}.")
         if isinstance(error, KeyboardInterrupt):
             say("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
             raise typer.Exit(EXIT_INTERRUPTED) from None

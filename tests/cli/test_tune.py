@@ -125,7 +125,7 @@ def test_ctrl_c_keeps_the_finished_trials(run: Run, tmp_path: Path) -> None:
     ended = run("tune", "job.py:interrupted", *CARDS, "--out", "out")
     assert ended.code == 130
     trials = trials_in(tmp_path / "out")
-    assert f"{len(trials)} finished trials are kept in out/trials.csv" in " ".join(ended.out.split())
+    assert f"Finished trials kept in out/trials.csv: {len(trials)}." in ended.out
     assert trials
     assert (tmp_path / "out/devices.csv").exists()
     assert not (tmp_path / "out/split.json").exists()
