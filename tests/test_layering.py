@@ -41,6 +41,7 @@ SEES_ONLY = {
     "splittune.search": (
         "splittune.search",
         "splittune.profiling.measurement",
+        "splittune.profiling.noise",
         "splittune.hardware.base",
         "splittune.split",
         "splittune.errors",
@@ -66,6 +67,7 @@ WITHOUT_TORCH = (
     "splittune.search",
     "splittune.split",
     "splittune.profiling.measurement",
+    "splittune.profiling.noise",
     "splittune.errors",
     "splittune.units",
     "splittune.signals",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from splittune.units import format_bytes
@@ -74,6 +75,22 @@ class DeviceMemory:
             f"outside - {format_bytes(self.peak_reserved_bytes)} at the peak = {format_bytes(self.headroom_bytes)} left, "
             f"{format_bytes(min_headroom_bytes)} demanded"
         )
+
+
+def largest_readings(readings: Iterable[Sequence[DeviceMemory]]) -> tuple[DeviceMemory, ...]:
+    """Several readings of the same devices as one: the largest outside, allocated and reserved bytes.
+
+    Whatever else a device has is that of the first reading. Where one of them is empty, so is this.
+    """
+    return tuple(
+        replace(
+            of_device[0],
+            outside_bytes=max(memory.outside_bytes for memory in of_device),
+            peak_allocated_bytes=max(memory.peak_allocated_bytes for memory in of_device),
+            peak_reserved_bytes=max(memory.peak_reserved_bytes for memory in of_device),
+        )
+        for of_device in zip(*readings, strict=False)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from math import sqrt
-from statistics import mean, median, quantiles, stdev
+from statistics import mean, median, quantiles
 from typing import Any, Literal
 
 from splittune.hardware.base import DeviceMemory
+from splittune.profiling.noise import relative_standard_error
 from splittune.split import BatchSplit
 
 NOISY_RELATIVE_IQR = 0.05
@@ -101,9 +101,14 @@ class Measurement:
         return None if self.step_time_s is None else self.split.global_batch_size / self.step_time_s
 
     @property
+    def main_times_s(self) -> tuple[float, ...]:
+        """Whole steps where those ran, else micro-steps: the larger part of a step."""
+        return self.whole_step_times_s or self.micro_step_times_s
+
+    @property
     def is_noisy(self) -> bool:
         """True when the interquartile range of the main times exceeds 5 % of their median (three or more samples)."""
-        times = self.whole_step_times_s or self.micro_step_times_s
+        times = self.main_times_s
         if len(times) < 3:
             return False
         lower, _, upper = quantiles(times, n=4, method="inclusive")
@@ -123,7 +128,7 @@ class Measurement:
         if len(samples) < MIN_SAMPLES_FOR_ERROR:
             return None
         student_t = _STUDENT_T[min(len(samples) - MIN_SAMPLES_FOR_ERROR, len(_STUDENT_T) - 1)]
-        return student_t * 1.2533 * stdev(samples) / sqrt(len(samples)) / median(samples)
+        return student_t * relative_standard_error(samples)
 
     @property
     def is_on_the_edge(self) -> bool:

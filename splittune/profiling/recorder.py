@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Literal, cast
 
-from splittune.hardware.base import DeviceMemory, Hardware
+from splittune.hardware.base import DeviceMemory, Hardware, largest_readings
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.split import BatchSplit
 
@@ -85,7 +85,7 @@ class Recorder:
                 single_step_peak_bytes=self._peak("single_step", index),
                 resting_bytes=max((reading[index].peak_allocated_bytes for reading in self._resting), default=None),
             )
-            for index, device in enumerate(_largest(readings))
+            for index, device in enumerate(largest_readings(readings))
         )
 
     def _peak(self, phase: Phase, index: int) -> int | None:
@@ -101,16 +101,3 @@ def _typical_and_once_a_step(micro_steps: list[float], updates: list[float]) -> 
     firsts, typical, lasts = micro_steps[0::3], micro_steps[1::3], micro_steps[2::3]
     rounds = zip(firsts, typical, lasts, updates, strict=True)
     return typical, [update + max(0.0, first + last - 2 * middle) for first, middle, last, update in rounds]
-
-
-def _largest(readings: list[tuple[DeviceMemory, ...]]) -> tuple[DeviceMemory, ...]:
-    """The largest of every figure, device by device, over several readings."""
-    return tuple(
-        replace(
-            device_readings[0],
-            outside_bytes=max(reading.outside_bytes for reading in device_readings),
-            peak_allocated_bytes=max(reading.peak_allocated_bytes for reading in device_readings),
-            peak_reserved_bytes=max(reading.peak_reserved_bytes for reading in device_readings),
-        )
-        for device_readings in zip(*readings, strict=True)
-    )

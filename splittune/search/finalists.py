@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import hypot
-from statistics import median, stdev
 from typing import TYPE_CHECKING
 
-from splittune.hardware.base import DeviceMemory
+from splittune.hardware.base import largest_readings
 from splittune.profiling.measurement import Measurement, Outcome
+from splittune.profiling.noise import relative_standard_error
 from splittune.search.attempts import Attempt, rank
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def confirm_finalists(
             break
         num_confirmed += fits_again(measurement.split, f"number {place} of the search, once more")
     close = _within_noise([m for m in confirmed.values() if m.outcome is Outcome.OK])
-    if len(close) > 1 and any(_relative_error(m) > 0 for m in close):
+    if len(close) > 1 and any(relative_standard_error(m.main_times_s) > 0 for m in close):
         for first in reversed(close):
             again = measure_again(first.split, "too close to call: in turn, once more", 2)
             confirmed[first.split] = _together(first, again)
@@ -95,16 +95,8 @@ def _within_noise(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 def _is_close(one: Measurement, fastest: Measurement) -> bool:
     behind = 1 - (one.throughput or 0.0) / (fastest.throughput or 1.0)
-    error = hypot(_relative_error(one), _relative_error(fastest))
+    error = hypot(relative_standard_error(one.main_times_s), relative_standard_error(fastest.main_times_s))
     return bool(behind <= TOO_CLOSE * error)
-
-
-def _relative_error(measurement: Measurement) -> float:
-    """Standard error of the median step over that median; 0 for a clock that repeats exactly, or too few steps to tell."""
-    times = measurement.whole_step_times_s or measurement.micro_step_times_s
-    if len(times) < 2:
-        return 0.0
-    return float(1.25 * stdev(times) / len(times) ** 0.5 / median(times))
 
 
 def _together(first: Measurement, second: Measurement) -> Measurement:
@@ -116,17 +108,8 @@ def _together(first: Measurement, second: Measurement) -> Measurement:
         micro_step_times_s=first.micro_step_times_s + second.micro_step_times_s,
         update_times_s=first.update_times_s + second.update_times_s,
         whole_step_times_s=first.whole_step_times_s + second.whole_step_times_s,
-        memory=tuple(map(_larger, first.memory, second.memory)),
+        memory=largest_readings([first.memory, second.memory]),
         num_alloc_retries=first.num_alloc_retries + second.num_alloc_retries,
-    )
-
-
-def _larger(one: DeviceMemory, other: DeviceMemory) -> DeviceMemory:
-    return replace(
-        one,
-        outside_bytes=max(one.outside_bytes, other.outside_bytes),
-        peak_allocated_bytes=max(one.peak_allocated_bytes, other.peak_allocated_bytes),
-        peak_reserved_bytes=max(one.peak_reserved_bytes, other.peak_reserved_bytes),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from splittune.hardware.base import DeviceMemory, Hardware
+from splittune.hardware.base import DeviceMemory, Hardware, largest_readings
 from splittune.hardware.cuda import CudaHardware
 from splittune.hardware.virtual.hardware import VirtualHardware
 from splittune.parallel import BalancedDataParallel
@@ -39,3 +39,21 @@ def test_the_batchs_peak_is_that_of_forward_and_backward_where_it_is_known() -> 
     )
     assert told.batch_peak_bytes == 70
     assert replace(told, micro_step_peak_bytes=None).batch_peak_bytes == 90
+
+
+def test_several_readings_are_one_by_their_largest_figures() -> None:
+    """Device by device; the rest is the first reading's, and a reading without devices leaves none."""
+
+    def read(device: int, outside: int, allocated: int, reserved: int) -> DeviceMemory:
+        return DeviceMemory(
+            device=device,
+            total_bytes=100,
+            outside_bytes=outside,
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            resting_bytes=outside,
+        )
+
+    first, second = (read(0, 1, 20, 30), read(1, 5, 6, 7)), (read(0, 2, 10, 40), read(1, 5, 6, 7))
+    assert largest_readings([first, second]) == (replace(read(0, 2, 20, 40), resting_bytes=1), read(1, 5, 6, 7))
+    assert largest_readings([first, ()]) == largest_readings([]) == ()

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittune.profiling.measurement import Measurement
+from splittune.profiling.noise import relative_standard_error
 from splittune.search.attempts import Attempt
 from splittune.search.models.hypotheses import StepCounts
 
@@ -46,7 +47,7 @@ class StepTrials:
         shards = np.array([run.split.shard_sizes for run in runs], dtype=float)
         return cls(
             runs=runs,
-            noise=max(LEAST_NOISE, float(np.median([_noise(run) for run in runs]))),
+            noise=max(LEAST_NOISE, float(np.median([relative_standard_error(run.main_times_s) for run in runs]))),
             steps=steps,
             shards=shards,
             log_step_s=np.log(np.array([run.step_time_s for run in runs], dtype=float)),
@@ -78,11 +79,3 @@ def _micro_step_s(run: Measurement) -> float:
     step_s = run.step_time_s
     assert step_s is not None
     return step_s / run.split.accumulation_steps if run.micro_step_time_s is None else run.micro_step_time_s
-
-
-def _noise(run: Measurement) -> float:
-    """Relative standard error of the step time, from the spread of its samples."""
-    times = np.array(run.whole_step_times_s or run.micro_step_times_s)
-    if len(times) < 2:
-        return 0.0
-    return float(times.std(ddof=1) / times.mean() * 1.25 / np.sqrt(len(times)))
