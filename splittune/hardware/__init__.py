@@ -1,4 +1,4 @@
-"""The devices a job runs on, real or virtual: what they are, their memory, their clock, and a wrapper for a split."""
+"""The devices a job runs on, real or virtual: their memory, their clock, a wrapper for a split."""
 
 from splittune.hardware.base import Device, DeviceConditions, DeviceMemory, Hardware
 from splittune.hardware.cuda import CudaHardware

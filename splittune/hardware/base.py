@@ -1,4 +1,4 @@
-"""What the tuner asks of hardware: its devices, their memory, a clock, and a wrapper for a split."""
+"""What the tuner asks of hardware: devices, their memory, a clock, and a wrapper for a split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device a split may use. `index` counts the devices of this job (0 is 'GPU 0'), not torch's or NVML's."""
+    """One device a split may use.
+
+    `index` counts the devices of this job, not torch's or NVML's: 0 is 'GPU 0'.
+    """
 
     index: int
     name: str
@@ -48,9 +51,15 @@ class DeviceMemory:
     update_peak_bytes: int | None = None
     """Peak allocated during the optimizer's update alone."""
     single_step_peak_bytes: int | None = None
-    """Peak allocated in forward and backward of a step with a single micro-batch of this size: no gradients wait there."""
+    """Peak allocated in forward and backward of a step with one such micro-batch.
+
+    No gradients of earlier micro-batches are held then.
+    """
     resting_bytes: int | None = None
-    """Most that was allocated just before a forward: parameters, gradients, optimizer state. No batch size changes it."""
+    """Most allocated just before a forward: parameters, gradients, optimizer state.
+
+    No batch size changes it.
+    """
 
     def __post_init__(self) -> None:
         for field in ("device", "total_bytes", "outside_bytes", "peak_allocated_bytes", "peak_reserved_bytes"):
@@ -60,7 +69,7 @@ class DeviceMemory:
 
     @property
     def headroom_bytes(self) -> int:
-        """What was left at the peak: total - outside - peak reserved. Negative when it would not have fitted."""
+        """Left at the peak: total - outside - peak reserved. Negative if it would not have fit."""
         return self.total_bytes - self.outside_bytes - self.peak_reserved_bytes
 
     @property
@@ -72,15 +81,16 @@ class DeviceMemory:
         """The arithmetic of a headroom that is too small, for messages."""
         return (
             f"device {self.device}: {format_bytes(self.total_bytes)} in all - {format_bytes(self.outside_bytes)} held "
-            f"outside - {format_bytes(self.peak_reserved_bytes)} at the peak = {format_bytes(self.headroom_bytes)} left, "
-            f"{format_bytes(min_headroom_bytes)} demanded"
+            f"outside - {format_bytes(self.peak_reserved_bytes)} at the peak = {format_bytes(self.headroom_bytes)} "
+            f"left, {format_bytes(min_headroom_bytes)} demanded"
         )
 
 
 def largest_readings(readings: Iterable[Sequence[DeviceMemory]]) -> tuple[DeviceMemory, ...]:
-    """Several readings of the same devices as one: the largest outside, allocated and reserved bytes.
+    """Several readings of the same devices as one: the largest of every figure.
 
-    Whatever else a device has is that of the first reading. Where one of them is empty, so is this.
+    These are outside, allocated and reserved bytes; the rest is that of the first reading. Where a
+    reading is empty, so is this.
     """
     return tuple(
         replace(
@@ -97,7 +107,8 @@ def largest_readings(readings: Iterable[Sequence[DeviceMemory]]) -> tuple[Device
 class DeviceConditions:
     """How one device ran at an instant; None, or no reason, where its driver does not tell.
 
-    Example: 1695 MHz at 64 °C and ``("power cap",)``: it would run faster, did it not draw all the power it may.
+    Example: 1695 MHz at 64 °C and ``("power cap",)``: it would run faster, did it not draw all the
+    power it may.
     """
 
     sm_clock_mhz: int | None = None
@@ -105,15 +116,19 @@ class DeviceConditions:
     temperature_c: int | None = None
     """In degrees Celsius."""
     throttle_reasons: tuple[str, ...] = ()
-    """What slows it down, in plain words: "power cap", "hardware slowdown", "software thermal slowdown", "hardware
-    thermal slowdown", "power brake". Idling and clocks that somebody set are none."""
+    """What slows it down, in plain words.
+
+    "power cap", "hardware slowdown", "software thermal slowdown", "hardware thermal slowdown" or
+    "power brake". Idling and clocks that somebody set are none.
+    """
 
 
 class Hardware(Protocol):
     """The devices a job runs on. `CudaHardware` and `VirtualHardware` are its two implementations.
 
-    The profiler drives it so: ``with metered():`` wrap the model for a split, then for each phase `reset_peaks`,
-    run, `memory`; `clock` around what is timed; `recover` after every trial, and `allocated_bytes` to see that it did.
+    The profiler drives it so: ``with metered():`` wrap the model for a split, then for each phase
+    `reset_peaks`, run, `memory`; `clock` around what is timed; `recover` after every trial, and
+    `allocated_bytes` to see that it did.
     """
 
     @property
@@ -121,12 +136,12 @@ class Hardware(Protocol):
 
     @property
     def is_modelled(self) -> bool:
-        """True where times come from a model rather than a clock; whatever is printed must then say so."""
+        """Whether times come from a model, not a clock: whatever is printed must then say so."""
         ...
 
     @property
     def spec(self) -> str | None:
-        """Virtual devices as ``devices=`` takes them, so that a config can make them again; None for real ones."""
+        """Virtual devices as ``devices=`` takes them, to make them again; None for real ones."""
         ...
 
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> SplitModule:
@@ -137,7 +152,7 @@ class Hardware(Protocol):
         ...
 
     def metered(self) -> AbstractContextManager[None]:
-        """Accounting is on inside this context. A virtual wrapper trains outside it too, and counts nothing."""
+        """Turn accounting on. Outside, a virtual wrapper trains too, and counts nothing."""
         ...
 
     def adopt(self, module: nn.Module) -> None:
@@ -145,7 +160,7 @@ class Hardware(Protocol):
         ...
 
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
-        """Have `optimizer` run as it would on these devices (undone with the snapshot of its state)."""
+        """Have `optimizer` run as it would on these devices; undone with its state's snapshot."""
         ...
 
     def clock(self) -> float:
@@ -153,7 +168,10 @@ class Hardware(Protocol):
         ...
 
     def busy_s(self) -> tuple[float, ...] | None:
-        """Seconds each device has worked so far, ever growing; None where what ran since the last call is unknown."""
+        """Seconds each device has worked so far, ever growing.
+
+        None where what ran since the last call is unknown.
+        """
         ...
 
     def reset_peaks(self) -> None:
@@ -169,20 +187,21 @@ class Hardware(Protocol):
         ...
 
     def num_alloc_retries(self) -> tuple[int, ...]:
-        """How often each device's allocator has had to hand its cache back and try again, ever growing."""
+        """How often each device's allocator handed its cache back and tried again, ever growing."""
         ...
 
     def conditions(self) -> tuple[DeviceConditions, ...] | None:
-        """How each device runs now: clock, temperature, what slows it down; None where nobody can tell."""
+        """Clock, temperature and what slows each device down now; None where nobody can tell."""
         ...
 
     def locate(self, error: BaseException) -> int | None:
-        """The index of the device whose memory an out-of-memory error is about; None where its message does not tell."""
+        """The device an out-of-memory error is about; None where its message does not tell."""
         ...
 
     def recover(self, *, thoroughly: bool = False) -> None:
-        """Collect garbage and hand cached memory back, on every device. Call it outside any except block.
+        """Collect garbage and hand cached memory back, on every device.
 
-        `thoroughly` also ends what libraries keep for the next call, at the price of their making it again.
+        Call it outside any except block, whose error holds a failed step's frames. `thoroughly`
+        also ends what libraries keep for the next call, at the price of their making it again.
         """
         ...

@@ -8,24 +8,26 @@ from typing import Any
 
 import torch
 
-# Each line is one way in which torch, or a library under it, says that an allocation failed. They are searched for in
-# RuntimeErrors only. Prose that merely mentions memory must not match, so the common words are tied to their place:
-# the start of a line or the ": " behind a type name, or torch's own next words.
+# Each line is one way in which torch, or a library under it, says that an allocation failed. They
+# are searched for in RuntimeErrors only. Prose that merely mentions memory must not match, so the
+# common words are tied to their place: the start of a line or the ": " behind a type name, or
+# torch's own next words.
 _SPELLINGS = re.compile(
     "|".join(
         (
-            # the caching allocator; a plain RuntimeError where a wrapper such as a compiler backend rebuilt it
+            # the caching allocator; a plain RuntimeError where a compiler backend, say, rebuilt it
             r"(?:^|: )(?:CUDA|HIP) out of memory\b",
             r"\b(?:CUDA|HIP) out of memory\. Tried to allocate",
-            # the runtime or driver itself: context, pinned memory, expandable segments, a kernel being loaded
+            # the runtime or driver itself: context, pinned memory, expandable segments, loading
             r"\b(?:CUDA|HIP)(?: driver)? error: out of memory\b",
             r"\bTriton Error \[(?:CUDA|HIP)\]: out of memory\b",
-            # libraries that allocate for themselves. Not CUBLAS_STATUS_NOT_INITIALIZED and CUDNN_STATUS_INTERNAL_ERROR:
-            # they also follow from an index out of range, so they would hide the user's own bug.
+            # libraries that allocate for themselves. Not CUBLAS_STATUS_NOT_INITIALIZED and
+            # CUDNN_STATUS_INTERNAL_ERROR: they also follow from an index out of range, so they
+            # would hide the user's own bug.
             r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED\b",
             r"\bCUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED\b",
-            # what cuDNN says when no algorithm's workspace fits. \b keeps CUDNN_STATUS_NOT_SUPPORTED_SHAPE and its
-            # kin out: those are true whatever is free.
+            # what cuDNN says when no algorithm's workspace fits. \b keeps
+            # CUDNN_STATUS_NOT_SUPPORTED_SHAPE and its kin out: those are true whatever is free.
             r"\bcuDNN error: CUDNN_STATUS_NOT_SUPPORTED\b",
             # what torch says once it has tried every algorithm of cuDNN's, each of which ran out
             r"\bUnable to find a valid cuDNN algorithm to run convolution\b",
@@ -33,22 +35,23 @@ _SPELLINGS = re.compile(
             r"\bCUFFT_(?:ALLOC_FAILED|INTERNAL_ERROR)\b",
             # NCCL's buffers, which DataParallel's broadcast needs
             r"\bCuda failure (?:\d+ )?'out of memory'",
-            # under MIG the allocator asks NVML for the figures of its own message, and is refused (pytorch#112377)
-            # and so it is where the driver does not match its library (pytorch#130486)
+            # under MIG the allocator asks NVML for the figures of its own message, and is refused
+            # (pytorch#112377); so it is where the driver does not match its library
+            # (pytorch#130486)
             r"\bNVML_SUCCESS == [^\n]+ INTERNAL ASSERT FAILED\b",
             # the host's allocator: Linux, then Windows; and a C++ allocation that torch passes on
             r"\bDefaultCPUAllocator: (?:can't allocate memory|not enough memory)\b",
             r"\bstd::bad_alloc\b",
-            # a replica's error whose type could not be rebuilt, so that only torch's heading still names it
+            # a replica's error whose type could not be rebuilt: only torch's heading names it
             r"(?:^|: )Caught OutOfMemoryError in replica \d+",
         )
     ),
     re.MULTILINE,
 )
 
-# CUDA's errors after which every further call of the process fails as well, in CUDA's words: its documentation says of
-# each that the process must be ended and started anew. Not 'unknown error' and the libraries' EXECUTION_FAILED: they
-# follow from these errors and from others.
+# CUDA's errors after which every further call of the process fails as well, in CUDA's words: its
+# documentation says of each that the process must be ended and started anew. Not 'unknown error'
+# and the libraries' EXECUTION_FAILED: they follow from these errors and from others.
 _STICKY = re.compile(
     r"(?:\b(?:CUDA|HIP)(?: driver)? error: |\bTriton Error \[(?:CUDA|HIP)\]: |\bCuda failure (?:\d+ )?')"
     "(?:"
@@ -74,33 +77,38 @@ _STICKY = re.compile(
 # Python 3.11 brought exception groups; nothing is an instance of ().
 _EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
 
-# Python's own words between two tracebacks, when the later exception was raised while the earlier was handled.
+# Python's own words between two tracebacks, when the later exception was raised while the earlier
+# was handled.
 _HANDLING = "During handling of the above exception, another exception occurred:"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True for an allocation that failed, on a device or on the host.
 
-    `torch.OutOfMemoryError` and Python's `MemoryError` count by type, since numpy and the host's allocator fail on
-    the same batches; any other `RuntimeError` by the spellings above. So do an exception raised `from` one that counts
-    and a group whose every member counts: a group that holds another error as well is that error's.
+    `torch.OutOfMemoryError` and Python's `MemoryError` count by type, since numpy and the host's
+    allocator fail on the same batches; any other `RuntimeError` by the spellings above. So do an
+    exception raised `from` one that counts and a group whose every member counts: a group that
+    holds another error as well is that error's.
 
-    An exception raised while an out-of-memory error was being handled, but not `from` it, does not count: a
-    ``ValueError`` in somebody's handler is a bug of its own, and must be seen.
+    An exception raised while an out-of-memory error was being handled, but not `from` it, does not
+    count: a ``ValueError`` in somebody's handler is a bug of its own, and must be seen.
 
-    Example: ``RuntimeError("CUDA error: out of memory")`` counts, ``ValueError("CUDA error: out of memory")`` does not.
+    Example: ``RuntimeError("CUDA error: out of memory")`` counts,
+    ``ValueError("CUDA error: out of memory")`` does not.
     """
     return _counts(error, seen=set())
 
 
 def is_sticky(error: BaseException) -> bool:
-    """True for a CUDA error after which this process can use its devices no more: a kernel that read or asserted wrongly.
+    """True for a CUDA error after which this process can use its devices no more.
 
-    The state of the process is judged, not whose error it is. So besides a `RuntimeError` that says so, an exception
-    counts that was raised `from` one, or while one was handled, and a group of which any member counts. A process may
-    have run out of memory as well: where both judges say yes, this one decides.
+    Such is left by a kernel that read or asserted wrongly. The state of the process is judged, not
+    whose error it is. So besides a `RuntimeError` that says so, an exception counts that was raised
+    `from` one, or while one was handled, and a group of which any member counts. A process may have
+    run out of memory as well: where both judges say yes, this one decides.
 
-    Example: ``RuntimeError("CUDA error: device-side assert triggered")`` counts, "CUDA error: out of memory" does not.
+    Example: ``RuntimeError("CUDA error: device-side assert triggered")`` counts, "CUDA error: out
+    of memory" does not.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -134,10 +142,11 @@ def _counts_by_itself(error: BaseException, seen: set[int]) -> bool:
 
 
 def _own_words(message: str, *, and_handled: bool = False) -> str:
-    """What the exception itself says, and what was being handled when it was raised, if that is asked for.
+    """What the exception itself says; if asked for, also what was being handled meanwhile.
 
-    torch passes on an exception of another thread or process as text, a whole traceback behind 'Caught X in replica 1
-    ...'. The same rules hold for that text, and lines of source (indented), which may quote anything, never count.
+    torch passes on an exception of another thread or process as text, a whole traceback behind
+    'Caught X in replica 1 ...'. The same rules hold for that text, and lines of source (indented),
+    which may quote anything, never count.
     """
     if not message.startswith("Caught "):
         return message

@@ -23,12 +23,13 @@ def resolve_hardware(devices: str | Sequence[str | int | torch.device] | None = 
     - None: all visible CUDA devices.
     - a sequence, ``["cuda:1", "cuda:0"]`` or ``[1, 0]``: these CUDA devices, in this order.
     - a string of CUDA devices, ``"cuda:0,cuda:1"``: the same.
-    - any other string, ``"4xV100-16GB"`` or ``"1xRTX3090:occupied=20GiB,3xRTX4090"``: virtual GPUs, which run on the
-      CPU and whose times are modelled; `virtual.catalog.parse_gpus` has the notation.
+    - any other string, ``"4xV100-16GB"`` or ``"1xRTX3090:occupied=20GiB,3xRTX4090"``: virtual GPUs,
+      which run on the CPU and whose times are modelled; `virtual.catalog.parse_gpus` has the
+      notation.
 
     Raises:
-        DeviceError: a card is missing or named twice, a device is not CUDA's, none is named, or a virtual GPU is
-            unknown.
+        DeviceError: a card is missing or named twice, a device is not CUDA's, none is named, or a
+            virtual GPU is unknown.
     """
     if devices is None:
         return _all_visible()
@@ -67,7 +68,7 @@ def _from_text(text: str) -> Hardware:
 
 
 def _is_real(name: str) -> bool:
-    """True for the name of a torch device, of whatever kind and however ill its index: no GPU model is called so."""
+    """True for the name of a torch device, whatever its kind and index: no GPU is called so."""
     kind = name.partition(":")[0].strip()
     return kind.isdecimal() or _is_known_to_torch(kind)
 

@@ -1,4 +1,4 @@
-"""Whether the devices are still as fast as they were: an anchor split, measured again every few trials."""
+"""Whether devices are as fast as they were: an anchor split, measured again every few trials."""
 
 from __future__ import annotations
 
@@ -11,17 +11,26 @@ from splittune.split import BatchSplit
 
 logger = logging.getLogger(__name__)
 
+# The anchor is measured again after so many trials. A choice: fewer notice a drift sooner, and cost
+# a trial each.
 NUM_TRIALS_BETWEEN = 4
-# Step times of one split repeat to this, on cards that neither warm up nor share their power with others.
+# Step times of one split repeat to this part, on devices that neither warm up nor share their power
+# with others. A choice. Larger, and a slow drift goes unnoticed.
 USUAL_CHANGE = 0.03
 
 
 class DriftWatch:
-    """Keeps the fastest split so far as the anchor, and says when to measure it again and what that shows.
+    """Keeps the fastest split as the anchor; says when to measure it again, and what that shows.
 
-    Trials are compared over minutes, in which cards warm up, lower their clocks, or get busy with something else. The same
-    split measured then and now tells that apart from what splits differ by. Worked: an anchor of 100 ms that takes 106 ms
-    four trials later, each known to 1 %, has become 6 % slower; at 102 ms it has not changed. A modelled clock does not drift.
+    Trials are compared over minutes. Meanwhile devices warm up, lower their clocks, or get busy
+    with something else. The same split measured then and now tells that apart from what splits
+    differ by.
+
+    Worked: an anchor of 100 ms, known to 1 %, takes 106 ms four trials later. That is more than 3 %
+    and the two errors of 1 %, so the devices have become 6 % slower; at 102 ms nothing has changed.
+
+    Args:
+        is_modelled: the clock is modelled: it does not drift, and nothing is measured again.
     """
 
     def __init__(self, *, is_modelled: bool) -> None:
@@ -47,7 +56,7 @@ class DriftWatch:
         return self._anchor.split
 
     def compare(self, again: Measurement) -> str | None:
-        """What the anchor measured once more shows, in a sentence; None where nothing changed that noise does not explain."""
+        """A sentence on how the anchor has changed; None if noise explains it."""
         before = self._anchor
         assert before is not None, "only what was due is compared"
         was_s, is_s = before.step_time_s, again.step_time_s
@@ -59,16 +68,16 @@ class DriftWatch:
         self._anchor = again
         return (
             f"The devices have become {abs(change):.0%} {'slower' if change > 0 else 'faster'}: {again.split} took "
-            f"{was_s * 1e3:.1f} ms a step, and takes {is_s * 1e3:.1f} ms now. Earlier trials compare that much less well; the "
-            "best of them are measured again at the end, in turn."
+            f"{was_s * 1e3:.1f} ms a step, and takes {is_s * 1e3:.1f} ms now. Earlier trials compare that much less "
+            "well; the best of them are measured again at the end, in turn."
         )
 
 
 def anchored(measure: Callable[[BatchSplit], Measurement], *, is_modelled: bool) -> Callable[[BatchSplit], Measurement]:
-    """`measure`, which first measures the anchor again where that is due, and notes on the next trial what it showed.
+    """`measure`, with the anchor measured again first where that is due.
 
-    The anchor runs before a trial, as a trial of its own: whatever becomes of it, no trial that was finished is lost by it, and
-    none that was not begun is blamed for it.
+    What the anchor showed is noted on the next trial. The anchor runs before a trial, as a trial of
+    its own. Whatever becomes of it, no finished trial is lost, and no later one is blamed for it.
     """
     watch = DriftWatch(is_modelled=is_modelled)
 

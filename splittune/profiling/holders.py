@@ -12,16 +12,19 @@ from torch import Tensor
 
 from splittune.units import format_bytes
 
+# Tensors, and referrers of each, that a message names. A choice.
 NUM_NAMED = 3
-# As deep as a tensor in a list in an attribute.
+# How many referrers are followed from a tensor: enough for one in a list in an attribute.
 MAX_DEPTH = 3
+# Said of a tensor to which no object refers.
 NOTHING_KNOWN = "a variable of a running function, or nothing in Python"
 
 
 class Holders:
     """Names the tensors that have come since it was made.
 
-    It sees what Python's garbage collector tracks: tensors that only an autograd graph holds have no Python object.
+    It sees what Python's garbage collector tracks: tensors that only an autograd graph holds have
+    no Python object.
     """
 
     def __init__(self) -> None:
@@ -29,7 +32,10 @@ class Holders:
         self._known = {id(tensor): weakref.ref(tensor) for tensor in _tensors()}
 
     def describe(self, device: torch.device) -> str:
-        """The largest on `device`, for messages: ``"(1024, 256) of torch.float32, 1.0 MiB, held by a list in ..."``."""
+        """The largest tensors on `device` and what holds them, for messages.
+
+        ``"(1024, 256) of torch.float32, 1.0 MiB, held by a list in ..."``
+        """
         found: dict[int, tuple[int, Tensor]] = {}
         for tensor in _tensors():
             known = self._known.get(id(tensor))
@@ -63,7 +69,7 @@ def _storage_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def _referrers_of(thing: object, ours: set[int], depth: int = 1) -> str:
-    """Kinds of the objects that refer to `thing`; `ours` are the ids of those that this search has made."""
+    """The kinds of objects that refer to `thing`; `ours` are the ids of those this search made."""
     kinds: list[str] = []
     referrers = gc.get_referrers(thing)
     ours = ours | {id(referrers)}
@@ -91,7 +97,7 @@ def _kind_of(referrer: object, thing: object, ours: set[int], depth: int) -> str
 
 
 def _attribute_of(owner: object, thing: object) -> str:
-    """``"Model.history"``, ``"job.latest"`` for a module's variable; ``"a list"`` for what has no such attribute."""
+    """``"Model.history"``, or ``"job.latest"`` for a module's variable; ``"a list"`` for others."""
     name = next((str(key) for key, value in getattr(owner, "__dict__", {}).items() if value is thing), None)
     if name is None:
         return f"a {type(owner).__name__}"

@@ -12,11 +12,18 @@ from splittune.hardware.base import DeviceMemory
 from splittune.profiling.noise import relative_standard_error
 from splittune.split import BatchSplit
 
+# A measurement is noisy if its interquartile range exceeds this part of its median. A choice.
 NOISY_RELATIVE_IQR = 0.05
+# Quartiles of fewer samples say nothing.
+MIN_SAMPLES_FOR_IQR = 3
+# Nor does a confidence interval: with two samples Student's t is 12.7.
 MIN_SAMPLES_FOR_ERROR = 3
-# Student's t for 95 %, two-sided, with 2, 3, ... degrees of freedom; the last stands for more, which errs by 6 % at most.
-_STUDENT_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201,
-              2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
+# Student's t for a two-sided 95 %, with 2, 3, ... degrees of freedom. The last stands for any more,
+# which errs by 6 % at most.
+_STUDENT_T = (
+    *(4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201),
+    *(2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
 
 LossPlacement = Literal["output", "replica"]
 
@@ -34,31 +41,32 @@ class Outcome(str, Enum):
 class Measurement:
     """One measured split.
 
-    `micro_step_times_s` are forward and backward of one micro-batch of the largest size, `update_times_s` what happens
-    once a step (the optimizer's update, and what copying parameters and gathering gradients adds to it),
-    `whole_step_times_s` complete optimizer steps where those were run. A trial that is `OK`
-    really ran: without times it is refused. One that ran out of memory or crashed has none, and its statistics are
-    None; one that lacks headroom ran, and keeps its times.
+    A trial that is `OK`, or lacks headroom, really ran: without times it is refused. One that ran
+    out of memory, or crashed, has no times, and its statistics are None.
 
-    Worked: 4 accumulation steps, micro-steps of 0.10 s and updates of 0.02 s give ``step_time_s == 0.42``, and with
-    64 samples a ``throughput`` of 152.4 samples/s.
+    Worked: 4 accumulation steps, micro-steps of 0.10 s and updates of 0.02 s give
+    ``step_time_s == 0.42``, and with 64 samples a ``throughput`` of 152.4 samples/s.
     """
 
     split: BatchSplit
     outcome: Outcome
     micro_step_times_s: tuple[float, ...] = ()
+    """Forward and backward of one micro-batch of the largest size."""
     update_times_s: tuple[float, ...] = ()
+    """What happens once a step: the update, copying parameters and gathering gradients."""
     whole_step_times_s: tuple[float, ...] = ()
+    """Complete optimizer steps, where those were run."""
     memory: tuple[DeviceMemory, ...] = ()
+    """One reading for each device; empty where nobody read it."""
     loss_placement: LossPlacement = "output"
-    """Where the loss was computed: on the output device, from gathered outputs, or in each replica."""
+    """Where the loss was computed: from gathered outputs on GPU 0, or in each replica."""
     device_busy_s: tuple[float, ...] | None = None
     """Median seconds of a micro-step in which device i worked; None where unknown."""
     message: str = ""
     num_alloc_retries: int = 0
-    """How often an allocator handed its cache back and tried again during the timed phases, all devices together."""
+    """How often allocators handed their cache back and tried again in timed phases."""
     notes: tuple[str, ...] = ()
-    """What whoever reads this measurement should know of how it came about, a plain sentence each."""
+    """What a reader should know of how this measurement came about, a plain sentence each."""
 
     def __post_init__(self) -> None:
         times = (*self.micro_step_times_s, *self.update_times_s, *self.whole_step_times_s)
@@ -88,7 +96,7 @@ class Measurement:
 
     @property
     def step_time_s(self) -> float | None:
-        """One optimizer step: the median whole step where those ran, else k x median micro-step + median update."""
+        """Of one step: the median whole step, else k x median micro-step + median update."""
         if self.whole_step_times_s:
             return median(self.whole_step_times_s)
         if self.micro_step_time_s is None or self.update_time_s is None:
@@ -107,22 +115,24 @@ class Measurement:
 
     @property
     def is_noisy(self) -> bool:
-        """True when the interquartile range of the main times exceeds 5 % of their median (three or more samples)."""
+        """Whether the interquartile range of three times or more exceeds 5 % of their median."""
         times = self.main_times_s
-        if len(times) < 3:
+        if len(times) < MIN_SAMPLES_FOR_IQR:
             return False
         lower, _, upper = quantiles(times, n=4, method="inclusive")
         return (upper - lower) > NOISY_RELATIVE_IQR * median(times)
 
     @property
     def relative_error(self) -> float | None:
-        """Half the width of a 95 % confidence interval of the median step time, over that median; None below 3 samples.
+        """Half the width of the step time's 95 % confidence interval, over its median.
 
-        It is t x 1.2533 s / sqrt(n): the standard error of the median of a normal sample of standard deviation s, with
-        Student's t, since s is estimated from the same few. Not order statistics: those need six samples for 95 %, and
-        a quiet trial should end after three. An outlier makes it wider than need be, and asks for more samples.
+        None with fewer than 3 samples. It is Student's t times `relative_standard_error` of the
+        steps: t, since their deviation is estimated from the same few. Order statistics would need
+        six samples for 95 %, and a quiet trial should end after three. An outlier makes it too
+        wide, and so asks for more samples.
 
-        Worked: steps of 1.00, 1.01 and 1.02 s give s = 0.01 s, and 4.303 x 1.2533 x 0.01 / sqrt(3) / 1.01 = 3.1 %.
+        Worked: steps of 1.00, 1.01 and 1.02 s have a standard error of 0.72 %, so it is
+        4.303 x 0.72 % = 3.1 %.
         """
         samples = self._step_samples_s()
         if len(samples) < MIN_SAMPLES_FOR_ERROR:
@@ -132,11 +142,11 @@ class Measurement:
 
     @property
     def is_on_the_edge(self) -> bool:
-        """True where an allocator had to try again during the timed phases: it fits, barely, and costs time."""
+        """Whether an allocator had to try again: the split fits, barely, and loses time by it."""
         return self.num_alloc_retries > 0
 
     def _step_samples_s(self) -> tuple[float, ...]:
-        """One estimate of the step time for each whole step, or for each round of micro-steps that ends with an update."""
+        """A step time for each whole step, or for each round of micro-steps and an update."""
         if self.whole_step_times_s:
             return self.whole_step_times_s
         micro_steps, updates = self.micro_step_times_s, self.update_times_s
@@ -149,7 +159,7 @@ class Measurement:
         )
 
     def lacks_headroom(self, min_headroom_bytes: int | Sequence[int]) -> tuple[DeviceMemory, int] | None:
-        """The device furthest below its demanded headroom and that demand; None when every device keeps it."""
+        """The device furthest below its demanded headroom, and the demand; None if all keep it."""
         demands = [min_headroom_bytes] * len(self.memory) if isinstance(min_headroom_bytes, int) else min_headroom_bytes
         if self.memory and len(demands) != len(self.memory):
             raise ValueError(f"{len(demands)} headroom demands for {len(self.memory)} devices: give one for each.")
@@ -157,7 +167,7 @@ class Measurement:
         return min(lacking, key=lambda pair: pair[0].headroom_bytes - pair[1], default=None)
 
     def judged(self, min_headroom_bytes: int | Sequence[int]) -> Measurement:
-        """This measurement with outcome `NO_HEADROOM` where it is `OK` but a device kept too little."""
+        """This measurement, as `NO_HEADROOM` if it was `OK` and a device kept too little."""
         lacking = self.lacks_headroom(min_headroom_bytes) if self.outcome is Outcome.OK else None
         if lacking is None:
             return self

@@ -1,4 +1,4 @@
-"""How much of a split is run: until it is warm, and then until its step time is known well enough."""
+"""How much of a split is run: until it is warm, then until its step time is known."""
 
 from __future__ import annotations
 
@@ -6,29 +6,48 @@ from collections.abc import Sequence
 from statistics import median
 
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.profiling.recorder import TIMED, Recorder
+from splittune.profiling.recorder import KINDS_OF_MICRO_STEP, TIMED, Recorder
 from splittune.split import BatchSplit
 from splittune.training import TrainingStep
 
-# A real clock is asked until it settles. A modelled one repeats exactly, and once is enough.
-FIRST_WARM_UP_S, WARM_UP_LIMIT_S = 3.0, 5.0
-NUM_SETTLED, SETTLED_RELATIVE_SPREAD = 3, 0.02
-MIN_ROUNDS, MAX_ROUNDS = 3, 20
+# Seconds of warm-up of the first trial, at least: its devices are cold. A choice.
+FIRST_WARM_UP_S = 3.0
+# Seconds of warm-up at most: a device that does not settle is noisy anyway. A choice.
+WARM_UP_LIMIT_S = 5.0
+# A trial is warm when so many steps in a row
+NUM_SETTLED = 3
+# differ by no more than this part. Both are choices: stricter costs warm-up, laxer costs noise.
+SETTLED_RELATIVE_SPREAD = 0.02
+# Rounds that are measured at least: fewer have no confidence interval.
+MIN_ROUNDS = 3
+# And at most, whatever the noise. A choice.
+MAX_ROUNDS = 20
+# Whole steps that are measured at least, for the finalists. A choice.
 MIN_WHOLE_STEPS = 5
+# Measuring ends once the half-width of the 95 % confidence interval is this part of the step. A
+# choice: below it differences are not worth the time it takes to see them.
 TARGET_RELATIVE_ERROR = 0.02
+# Seconds of measured steps after which a trial takes no more rounds than it must. A choice.
 TRIAL_BUDGET_S = 60.0
+# A trial this many times slower than the fastest ends after one round. A choice, further than noise
+# reaches.
 CLEARLY_SLOWER = 1.3
 
 
 class Pacer:
     """Runs the phases of one trial after another, and remembers the fastest.
 
-    On a real clock a trial warms up all devices together, in the very steps that are timed afterwards, so that libraries
-    have chosen their kernels for every size, until three steps in a row differ by 2 % at most or 5 s are over; the first
-    trial, whose devices are cold, for 3 s at least. Then it is measured until the median's 95 % confidence is within 2 %:
-    three rounds or five whole steps at least, 20 at most, and no more than three once the budget is spent. A trial whose first round is more than
-    1.3 times slower than the fastest trial so far ends there: it cannot win, and nobody needs its exact figure. A step that
-    the job's gradient scaler skips is run again, and its times count nowhere.
+    On a real clock a trial first warms up all devices together, in the very steps that are timed
+    afterwards, so that libraries have chosen their kernels for every size. It is warm when three
+    steps in a row differ by 2 % at most, or after 5 s; the first trial takes 3 s at least.
+
+    Then it is measured until the median's 95 % confidence is within 2 %: three rounds or five whole
+    steps at least, 20 at most, and no more than three once the budget is spent.
+
+    A trial whose first round is more than 1.3 times slower than the fastest trial so far ends
+    there: it cannot win, and nobody needs its exact figure.
+
+    A step that the job's gradient scaler skips is run again, and its times count nowhere.
 
     Args:
         is_modelled: the clock repeats exactly: one warm-up, one round, nothing cut short.
@@ -42,7 +61,7 @@ class Pacer:
         self._fastest_split: BatchSplit | None = None
 
     def remember(self, measurement: Measurement) -> None:
-        """A trial made of rounds has ended: is it the fastest that could be used, or that one as it is now?"""
+        """A trial made of rounds has ended: keep it if it is the fastest, or that split anew."""
         step_s, split = measurement.step_time_s, measurement.split
         if measurement.outcome is not Outcome.OK or step_s is None:
             return
@@ -51,12 +70,10 @@ class Pacer:
 
     def run_rounds(self, step: TrainingStep, recorder: Recorder) -> None:
         """Micro-steps and updates, timed apart."""
-        # The first micro-step of a step copies the parameters out, the last one brings the gradients home, and those
-        # between are alike: three kinds, so three micro-steps tell the time of any number of them.
-        num_micro_steps = min(step.split.accumulation_steps, 3)
+        num_micro_steps = min(step.split.accumulation_steps, KINDS_OF_MICRO_STEP)
         _run_first_step(step, recorder)
         if num_micro_steps > 1:
-            # its peak tells what accumulating costs, before any split with a single step has been tried
+            # its peak tells what accumulating costs, before any split with a single step was tried
             with recorder.phase("single_step"):
                 step.micro_step()
             with recorder.phase("warm_up"):
@@ -83,7 +100,7 @@ class Pacer:
         if self._is_modelled:
             _run_first_step(step, recorder)
         else:
-            # each size that is timed once, where there are several micro-steps at least one before the last
+            # each size that is timed, once; of several micro-steps at least one before the last
             *others, final = step.split.micro_batch_sizes
             self._warm_up(step, recorder, [*sorted(set(others)), final])
         num_steps = 0

@@ -26,21 +26,24 @@ _Run = Callable[[TrainingStep, Recorder], None]
 class Profiler:
     """Runs trials of one task on one piece of hardware, and leaves the task as it was after each.
 
-    A trial wraps the model, warms up, then times micro-steps and the optimizer's update apart, so that one with 32
-    accumulation steps costs no more than one with 3 (`Pacer` says how much is run). Peaks of memory are read for both
-    phases. Running out of memory and keeping too little headroom are outcomes; every other exception is the user's own
-    and passes through untouched.
+    A trial wraps the model, warms up, then times micro-steps and the optimizer's update apart, so
+    that one with 32 accumulation steps costs no more than one with 3 (`Pacer` says how much is
+    run). Peaks of memory are read for both phases. Running out of memory, and keeping too little
+    headroom, are outcomes. Every other exception is the user's own and passes through untouched.
 
-    On real devices a trial during which other programs took or gave back memory, or a device was throttled, is run once
-    more, and the second counts; its notes say so. After a CUDA error that leaves the process without its devices nothing
-    of them is touched any more: what is on the host is put back, and the error passes through with a note.
+    On real devices a trial is run once more if other programs took or gave back memory meanwhile,
+    or if a device was throttled. The second run counts, and its notes say so.
+
+    After a CUDA error that leaves the process without its devices nothing on them is touched any
+    more. What is on the host is put back, and the error passes through with a note.
 
     Args:
         task: the job.
         hardware: where it runs.
         samples: what micro-batches are made of.
         snapshot: the task's state, put back after every trial.
-        min_headroom_bytes: what every device must keep free at its peak; one number or one per device.
+        min_headroom_bytes: what every device must keep free at its peak; one number or one per
+            device.
         loss_placement: where trials compute the loss.
     """
 
@@ -67,7 +70,7 @@ class Profiler:
         return measurement
 
     def measure_whole_steps(self, split: BatchSplit) -> Measurement:
-        """Complete optimizer steps of `split`, every micro-batch included: what training will do."""
+        """Complete optimizer steps of `split`, every micro-batch included: as in training."""
         return self._trial(split, self._pacer.run_whole_steps)
 
     def _trial(self, split: BatchSplit, run: _Run) -> Measurement:
@@ -86,42 +89,43 @@ class Profiler:
 
     def _attempt(self, split: BatchSplit, run: _Run) -> tuple[Measurement, tuple[str, ...]]:
         """The split measured once, and what disturbed it."""
-        course = self._go_through(split, run)
-        disturbances = self._watch.changes_during_trial(ran_through=course.lacking is None)
-        notes = (*course.throttling, *disturbances, *self._watch.leftovers())
-        if course.is_throttled:
-            disturbances = (*course.throttling, *disturbances)
-        if course.lacking is not None:
+        state = self._go_through(split, run)
+        disturbances = self._watch.changes_during_trial(ran_through=state.lacking is None)
+        notes = (*state.throttling, *disturbances, *self._watch.leftovers())
+        if state.is_throttled:
+            disturbances = (*state.throttling, *disturbances)
+        if state.lacking is not None:
             measurement = Measurement(
-                split=split, outcome=Outcome.OUT_OF_MEMORY, memory=course.memory, message=course.lacking
+                split=split, outcome=Outcome.OUT_OF_MEMORY, memory=state.memory, message=state.lacking
             )
         else:
-            measurement = course.recorder.measurement(split).judged(self._min_headroom_bytes)
+            measurement = state.recorder.measurement(split).judged(self._min_headroom_bytes)
         whole = replace(measurement, loss_placement=self._loss_placement, notes=(*measurement.notes, *notes))
         return whole, disturbances
 
-    def _go_through(self, split: BatchSplit, run: _Run) -> _Course:
-        course, is_usable = _Course(Recorder(self._hardware)), True
+    def _go_through(self, split: BatchSplit, run: _Run) -> _TrialState:
+        state, is_usable = _TrialState(Recorder(self._hardware)), True
         try:
             with self._hardware.metered():
                 try:
-                    run(self._start(split), course.recorder)
-                    course.throttling, course.is_throttled = self._watch.throttling()
+                    run(self._start(split), state.recorder)
+                    state.throttling, state.is_throttled = self._watch.throttling()
                 except Exception as error:
                     is_usable = not is_sticky(error)
                     if not is_usable:
                         _say_unusable(error)
                     if not is_usable or not is_out_of_memory(error):
                         raise
-                    course.lacking = _describe(error, self._hardware.locate(error))
-                    course.memory = self._hardware.memory()
+                    state.lacking = _describe(error, self._hardware.locate(error))
+                    state.memory = self._hardware.memory()
         finally:
-            # The except block is left: no frame of a failed step holds tensors any more, so they can be collected.
+            # The except block is left: no frame of a failed step holds tensors any more, so they
+            # can be collected.
             self._clean_up(is_usable)
-        return course
+        return state
 
     def _clean_up(self, is_usable: bool) -> None:
-        """Empty the devices and put the job back; of devices that are not usable any more, touch nothing."""
+        """Empty the devices and put the job back; touch no device that is not usable any more."""
         try:
             if is_usable:
                 finish_backward()
@@ -132,7 +136,8 @@ class Profiler:
                 _say_unusable(error)
             raise
         finally:
-            # What lives on such a device is lost, and putting it back raises once more: the first error is what counts.
+            # What lives on such a device is lost, and putting it back raises once more: the first
+            # error is what counts.
             with nullcontext() if is_usable else suppress(RuntimeError):
                 self._snapshot.restore()
 
@@ -149,8 +154,8 @@ class Profiler:
 
 
 @dataclass(slots=True)
-class _Course:
-    """How a trial went."""
+class _TrialState:
+    """What is known of a trial as it runs."""
 
     recorder: Recorder
     lacking: str | None = None
@@ -162,13 +167,13 @@ class _Course:
 
 
 def finish_backward() -> None:
-    """Have autograd drop what is left of a backward pass that failed: it does so at the next one of this thread."""
+    """Run an empty backward: with it autograd drops what a failed one has left in this thread."""
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()
 
 
 def _describe(error: BaseException, device: int | None) -> str:
-    """The error in one line, led by the device it is about where that is known: the search reads it there."""
+    """The error in one line, after its device's index where that is known: the search reads it."""
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
     return first_line if device is None else f"device {device}: {first_line}"
 

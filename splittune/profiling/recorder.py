@@ -14,14 +14,20 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.split import BatchSplit
 
 Phase = Literal["warm_up", "single_step", "micro_step", "update", "whole_step"]
+# The phases whose allocator retries count and whose times a trial is judged by.
 TIMED: tuple[Phase, ...] = ("micro_step", "update", "whole_step")
+
+# The first micro-step of a step copies the parameters out, the last one brings the gradients home,
+# and those between are alike: a round of three kinds tells the time of any number of them.
+KINDS_OF_MICRO_STEP = 3
 
 
 class Recorder:
-    """Wrap each part of a trial in `phase`; `measurement` then says what was seen, and what was noted in `notes`.
+    """Times and memory of a trial: wrap each part in `phase`, then ask for the `measurement`.
 
-    The clock waits for every device before and after, so a phase's time is all of its work. Peaks start anew with each
-    phase; the trial's are the largest of all phases, warm-up included, for training goes through that as well.
+    The clock waits for every device before and after a phase, so its time is all of its work. Peaks
+    start anew with each phase. The trial's are the largest of all phases, warm-up included:
+    training goes through that as well.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -59,9 +65,12 @@ class Recorder:
             del self.times_s[cast("Phase", name)][-count:]
 
     def measurement(self, split: BatchSplit) -> Measurement:
-        """What was recorded, as an `OK` measurement of `split`: rounds of at most three micro-steps and an update."""
+        """What was recorded of `split`, with outcome `OK`, and what was noted in `notes`.
+
+        Rounds are of at most `KINDS_OF_MICRO_STEP` micro-steps and an update.
+        """
         micro_steps, updates = self.times_s["micro_step"], self.times_s["update"]
-        if updates and len(micro_steps) == 3 * len(updates):
+        if updates and len(micro_steps) == KINDS_OF_MICRO_STEP * len(updates):
             micro_steps, updates = _typical_and_once_a_step(micro_steps, updates)
         return Measurement(
             split=split,
@@ -93,10 +102,12 @@ class Recorder:
 
 
 def _typical_and_once_a_step(micro_steps: list[float], updates: list[float]) -> tuple[list[float], list[float]]:
-    """From rounds of a first, a typical and a last micro-step: the typical ones, and what a step has but once.
+    """The typical micro-steps, and what a step has but once.
 
-    That is the update, and what the first and the last micro-step take beyond a typical one, for copying parameters out
-    and bringing gradients home. Example: micro-steps of 5, 3 and 4 ms and an update of 2 ms give 3 ms, and 5 ms a step.
+    Rounds are of a first, a typical and a last micro-step. A step has its update once, and what the
+    first and the last micro-step take beyond a typical one for copying parameters out and bringing
+    gradients home. Worked: micro-steps of 5, 3 and 4 ms and an update of 2 ms give 3 ms a
+    micro-step, and 2 + (5 + 4 - 2 x 3) = 5 ms a step.
     """
     firsts, typical, lasts = micro_steps[0::3], micro_steps[1::3], micro_steps[2::3]
     rounds = zip(firsts, typical, lasts, updates, strict=True)

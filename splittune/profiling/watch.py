@@ -1,4 +1,4 @@
-"""What the devices are like around a trial: our own memory, what other programs hold, and what slows them down."""
+"""The devices around a trial: our memory, what other programs hold, and what slows devices down."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from splittune.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-# Torch keeps a little for itself, a generator's state say.
-LEFT_TOLERANCE_BYTES, LEFT_TOLERANCE = 16 * MIB, 0.01
-# Our own context grows by some tens of MiB when a kernel is loaded late, and other programs are never quite still.
+# What stays allocated after a trial counts above so many bytes: torch keeps a little for itself, a
+# generator's state say. A choice.
+LEFT_TOLERANCE_BYTES = 16 * MIB
+# And above this part of what was allocated before the first trial. A choice.
+LEFT_TOLERANCE = 0.01
+# Changes outside count from so many bytes on: our own context grows by some tens of MiB when a
+# kernel is loaded late, and other programs are never quite still. A choice.
 OUTSIDE_TOLERANCE_BYTES = 128 * MIB
-# A card under full load runs at its power cap, in training as well: measuring again would find the same.
+# No reason to measure again: a device under full load runs at its power cap, in training as well.
 USUAL_REASONS = frozenset({"power cap"})
 
 
 class DeviceWatch:
-    """Compares the devices around each trial, and says in plain sentences what is not as it should be.
+    """Compares the devices around each trial, and says in sentences what is not as it should be.
 
-    Modelled devices are made anew for every trial, have no neighbours and no heat: there is nothing to watch.
+    Modelled devices are made anew for every trial, have no neighbours and no heat: there is nothing
+    to watch.
 
     Args:
         hardware: the devices.
@@ -38,7 +43,10 @@ class DeviceWatch:
         self._context_has_settled = False
 
     def before_trial(self) -> tuple[str, ...]:
-        """Call it before each trial. What other programs did since the trial before: such figures do not compare well."""
+        """Call it before each trial: what other programs took or gave back since the one before.
+
+        Trials with such a change between them do not compare well.
+        """
         if self._hardware.is_modelled:
             return ()
         if self._baseline_bytes is None:
@@ -49,16 +57,17 @@ class DeviceWatch:
         return changes
 
     def throttling(self) -> tuple[tuple[str, ...], bool]:
-        """Call it as the timed steps end: what slows devices down now, and whether a repeat may do better."""
+        """Call it as the timed steps end: what slows devices down, and whether to measure again."""
         conditions = () if self._hardware.is_modelled else self._hardware.conditions() or ()
         reasons = [(index, reason) for index, each in enumerate(conditions) for reason in each.throttle_reasons]
         notes = tuple(f"Device {index} was throttled: {reason}." for index, reason in reasons)
         return notes, any(reason not in USUAL_REASONS for _, reason in reasons)
 
     def changes_during_trial(self, *, ran_through: bool) -> tuple[str, ...]:
-        """Call it after each trial, once the devices are recovered: what other programs took or gave back meanwhile.
+        """Call it once the devices are recovered: what other programs took or gave back meanwhile.
 
-        Growth counts from the first trial on that has `ran_through`: until then our own CUDA context is growing.
+        Growth counts from the first trial on that has `ran_through`: until then our own CUDA
+        context is growing.
         """
         if self._hardware.is_modelled:
             return ()
@@ -67,9 +76,10 @@ class DeviceWatch:
         return changes
 
     def leftovers(self) -> tuple[str, ...]:
-        """Call it after each trial: what stays allocated beyond what was before the first, after one more recovery.
+        """Call it after each trial: what stays allocated beyond what was there before the first.
 
-        It is told once, with what holds it; later trials are compared with what is held now.
+        It is told once, after one more recovery, with what holds it. Later trials are compared with
+        what is held now.
         """
         if self._hardware.is_modelled or self._baseline_bytes is None or not self._left(self._baseline_bytes):
             return ()

@@ -1,4 +1,4 @@
-"""Splits as pure integers: what a split is, which are legal, how a short micro-batch shrinks its shards."""
+"""Splits as pure integers: what one is, which are legal, how a short micro-batch is sharded."""
 
 from splittune.split.batch_split import BatchSplit
 from splittune.split.shards import even_shards, fit_shards, shards_for, shards_with_gpu0, spread_evenly

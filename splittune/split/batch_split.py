@@ -10,15 +10,16 @@ from splittune.split.shards import even_shards, fit_shards, shards_with_gpu0, sp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplit:
-    """`global_batch_size` samples as `accumulation_steps` micro-batches, each spread over the devices.
+    """`global_batch_size` samples in `accumulation_steps` micro-batches, each spread over devices.
 
     `shard_sizes[i]` is device i's part of the largest micro-batch, so the shards sum to
-    ``ceil(global_batch_size / accumulation_steps)``. Example: 10 samples in 3 steps over two devices,
-    ``BatchSplit(global_batch_size=10, accumulation_steps=3, shard_sizes=(1, 3))``, has
+    ``ceil(global_batch_size / accumulation_steps)``. Example: 10 samples in 3 steps over two
+    devices, ``BatchSplit(global_batch_size=10, accumulation_steps=3, shard_sizes=(1, 3))``, has
     ``micro_batch_sizes == (4, 3, 3)``; a micro-batch of 3 is sharded ``(1, 2)``.
 
     Raises:
-        InvalidSplitError: a size is no integer or out of range, or the shards do not sum to the micro-batch.
+        InvalidSplitError: a size is no integer or out of range, or the shards do not sum to the
+            micro-batch.
     """
 
     global_batch_size: int
@@ -56,7 +57,7 @@ class BatchSplit:
     def with_gpu0(
         cls, *, global_batch_size: int, accumulation_steps: int, num_devices: int, gpu0_bsz: int
     ) -> BatchSplit:
-        """GPU 0 takes `gpu0_bsz` of the largest micro-batch, the rest is shared as evenly as integers allow."""
+        """GPU 0 takes `gpu0_bsz` of the largest micro-batch; the others share the rest evenly."""
         _check_sizes(global_batch_size, accumulation_steps)
         largest = _largest_micro_batch(global_batch_size, accumulation_steps)
         return cls(
@@ -72,7 +73,7 @@ class BatchSplit:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """The sizes of all micro-batches, larger ones first: they sum to the global batch and differ by at most 1."""
+        """Sizes of all micro-batches, larger first: they sum to the global batch."""
         return spread_evenly(self.global_batch_size, self.accumulation_steps)
 
     @property

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-# The search ends once the largest size that keeps the headroom and the smallest that does not are a 20th apart.
+# The search ends once the largest size that keeps the headroom and the smallest that does not
+# differ
+# by a 20th part. A choice: a 40th would take a run more.
 PRECISION = 20
+# Runs at most. A choice: ten doublings, and the five halvings that a 20th part takes.
 MAX_RUNS = 15
 
 
@@ -16,14 +19,20 @@ def find_largest(
     limit: int,
     capacities: Sequence[int],
 ) -> int:
-    """The largest batch size up to `limit` that keeps the headroom, to within 5 %; 0 where not even one sample does.
+    """The largest batch size up to `limit` that keeps the headroom, to within 5 %; 0 if none does.
 
-    ``measure(size)`` gives whether it does, and each device's peak allocated bytes, none where memory ran out. Sizes
-    double from `start`, then the gap is halved. Allocated bytes grow along a line, so a size at which the line through
-    the two largest that ran exceeds a device's capacity (bytes) cannot fit, and is not run.
+    Sizes double from `start`, then the gap is halved. Allocated bytes grow along a line: a size at
+    which the line through the two largest that ran exceeds a device's capacity is not run.
 
-    Worked: from 16, where a sample takes 1 MiB of 100: 16, 32 and 64 run, 128 cannot fit, 96 runs, 112 and 104 cannot fit,
-    and 100 runs: at most 4 % from what does not fit, it is the answer.
+    Worked: a sample takes 1 MiB of 100. From 16 on, 16, 32 and 64 run, 128 cannot fit, 96 runs, 112
+    and 104 cannot fit, and 100 runs. It is at most 4 % from what does not fit: the answer.
+
+    Args:
+        measure: whether a size keeps the headroom, and each device's peak allocated bytes, none
+            where memory ran out.
+        start: the first size.
+        limit: the largest size.
+        capacities: bytes, one number for each device.
     """
     ran: dict[int, Sequence[int]] = {}
     keeps, fails, size, num_runs = 0, limit + 1, min(start, limit), 0

@@ -44,17 +44,16 @@ def shards_with_gpu0(micro_batch_size: int, num_devices: int, gpu0_bsz: int) -> 
 
 
 def even_shards(micro_batch_size: int, num_devices: int) -> tuple[int, ...]:
-    """The even split: ``(10, 4)`` gives ``(2, 3, 3, 2)``. GPU 0, the fullest, gets no remainder."""
+    """The even split: ``(10, 4)`` gives ``(2, 3, 3, 2)``. A remainder never goes to GPU 0."""
     return shards_with_gpu0(micro_batch_size, num_devices, micro_batch_size // max(num_devices, 1))
 
 
 def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int], min_shard_size: int = 1) -> tuple[int, ...]:
     """Shard sizes for a micro-batch no larger than the one `shard_sizes` were tuned for.
 
-    Each shard shrinks in proportion, rounded by largest remainder (Hamilton's method; ties go to
-    the later device, away from GPU 0), so that none exceeds its tuned size: ``fit_shards(5, (2, 4,
-    4))`` gives ``(1, 2, 2)``. The wrapper, the search space, the planner and the samplers all call
-    this one function.
+    Each shard shrinks in proportion, rounded by largest remainder (Hamilton's method), so none
+    exceeds its tuned size. Ties go to the later device, away from GPU 0. Example:
+    ``fit_shards(5, (2, 4, 4))`` gives ``(1, 2, 2)``.
 
     Where that leaves a device fewer than `min_shard_size` samples, as BatchNorm cannot train on one, the micro-batch
     goes to the most devices that all get as many, those with the largest shares: ``fit_shards(5, (2, 4, 4), 2)`` gives
@@ -71,8 +70,8 @@ def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int], min_shard_size
         arithmetic = " + ".join(map(str, shard_sizes))
         raise InvalidSplitError(
             f"a micro-batch of {micro_batch_size} samples does not fit the tuned shards {arithmetic} = {tuned}: "
-            f"{micro_batch_size - tuned} more than every device's share together. Send at most {tuned} samples at a time "
-            "(SplitConfig.micro_batches cuts a batch accordingly), or tune for a larger batch."
+            f"{micro_batch_size - tuned} more than every device's share together. Send at most {tuned} samples at a "
+            "time (SplitConfig.micro_batches cuts a batch accordingly), or tune for a larger batch."
         )
     # A remainder above zero means the exact share lies below the tuned one, so rounding up never
     # exceeds it.

@@ -18,10 +18,16 @@ Shares = Literal["gpu0", "each"]
 class SplitSpace:
     """Every `BatchSplit` the search may propose, fewest accumulation steps first.
 
-    ``shares="gpu0"`` varies GPU 0's share and shares the rest evenly; ``shares="each"`` gives every device a share
-    of its own (the count grows as C(m + n - 1, n - 1), so iterate lazily). `min_shard_size` is the fewest samples any
-    device may get in the largest micro-batch (0: a device may idle). Example: 4 samples on 2 devices has
-    5 + 3 + 3 + 2 = 13 splits, for 1, 2, 3 and 4 accumulation steps.
+    Example: 4 samples on 2 devices have 5 + 3 + 3 + 2 = 13 splits, for 1, 2, 3 and 4 accumulation
+    steps.
+
+    Args:
+        global_batch_size: samples behind one optimizer step.
+        num_devices: how many devices share a micro-batch.
+        shares: "gpu0" varies GPU 0's share and shares the rest evenly. "each" gives every device a
+            share of its own; the count grows as C(m + n - 1, n - 1), so iterate lazily.
+        min_shard_size: the fewest samples of a device in the largest micro-batch; at 0 it may idle.
+        max_accumulation_steps: None for no limit.
 
     Raises:
         InvalidSplitError: a bound is out of range, or no split is left.
@@ -88,7 +94,7 @@ class SplitSpace:
         return self.shares == "each" or split.shard_sizes == shards_with_gpu0(largest, self.num_devices, split.gpu0_bsz)
 
     def even_splits(self) -> Iterator[BatchSplit]:
-        """The even split at each number of accumulation steps, fewest first, where it is in the space."""
+        """The even split at each number of accumulation steps, fewest first, if in the space."""
         for accumulation_steps in self._accumulation_steps():
             split = BatchSplit.even(
                 global_batch_size=self.global_batch_size,

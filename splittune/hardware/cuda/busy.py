@@ -16,12 +16,14 @@ from splittune.parallel.nesting import tensors_of
 class BusyGauge:
     """Adds up, device by device, the seconds that its replica's forwards and backwards take.
 
-    An event is recorded where a replica's forward begins and ends, where the first gradient reaches its output, and
-    where the last one leaves it at a parameter; each on its device's stream, so that waiting for other devices, the
-    copies between them and the loss of gathered outputs are left out. Events are recorded inside `counting` alone.
+    An event is recorded where a replica's forward begins and ends, where the first gradient reaches
+    its output, and where the last one leaves it at a parameter; each on its device's stream, so
+    that waiting for other devices, the copies between them and the loss of gathered outputs are
+    left out. Events are recorded inside `counting` alone.
 
-    Which parameter is the last is learned from the first backward since `forget`: from then on a backward costs one
-    hook instead of one for each parameter, which would slow a model of many small ones down.
+    Which parameter is the last is learned from the first backward since `forget`: from then on a
+    backward costs one hook instead of one for each parameter, which would slow a model of many
+    small ones down.
 
     Args:
         devices: of the replicas, by position.
@@ -76,9 +78,10 @@ class BusyGauge:
         self._runs.append(run)
 
     def busy_s(self) -> tuple[float, ...] | None:
-        """Seconds so far, once every device has finished; None where a run since the last call could not be followed.
+        """Seconds so far, once every device has finished.
 
-        One cannot be where the model is called twice before it goes backward, or a gradient takes another way.
+        None where a run since the last call could not be followed: the model was called twice
+        before it went backward, or a gradient took another way.
         """
         if not self._is_on:
             return None

@@ -35,19 +35,20 @@ _Question = Callable[[Nvml, "str | None", "str | None"], _Answer]  # asked with 
 class CudaHardware:
     """The CUDA devices of one process, one or several; the first is 'GPU 0'.
 
-    How much memory the other programs hold comes from NVML, or from ``torch.cuda.mem_get_info`` where NVML cannot be
-    reached or stops answering, and on AMD's devices, which is logged once. Both see the whole device. `conditions` and
-    `processes` come from NVML alone.
+    How much memory the other programs hold comes from NVML, or from ``torch.cuda.mem_get_info``
+    where NVML cannot be reached or stops answering, and on AMD's devices, which is logged once.
+    Both see the whole device. `conditions` and `processes` come from NVML alone.
 
-    Example: of 24 GiB NVML says 20 GiB used, and torch's allocator has 19 GiB reserved: ``outside_bytes`` is 1 GiB.
+    Example: of 24 GiB NVML says 20 GiB used, and torch's allocator has 19 GiB reserved:
+    ``outside_bytes`` is 1 GiB.
 
     Args:
         torch_devices: CUDA devices, each once. ``torch.device("cuda")`` is the current one.
         nvml: the connection to ask; None opens one when memory is first read.
 
     Raises:
-        DeviceError: no device is named, or one is not CUDA's, not there, or named twice; or there are several, and
-            one is a MIG instance.
+        DeviceError: no device is named, or one is not CUDA's, not there, or named twice; or there
+            are several, and one is a MIG instance.
     """
 
     def __init__(self, torch_devices: Sequence[torch.device], *, nvml: Nvml | None = None) -> None:
@@ -86,7 +87,7 @@ class CudaHardware:
         return None
 
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
-        """The module to train with: `model` moved to device 0, in place, and wrapped for this split.
+        """`model`, moved to device 0 in place, wrapped for this split: the module to train with.
 
         `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`.
 
@@ -115,10 +116,10 @@ class CudaHardware:
         """Nothing: it is where the job has put it, and torch's allocator counts it there."""
 
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
-        """Move the optimizer's state to its parameters' device, by torch's own rules for loading a state.
+        """Move the optimizer's state to its parameters' device, as torch does on loading a state.
 
-        Left alone where nothing is elsewhere: loading also casts a state to its parameter's dtype, and some
-        optimizers keep theirs in another.
+        Left alone where nothing is elsewhere: loading also casts a state to its parameter's dtype,
+        and some optimizers keep theirs in another.
         """
         if _has_state_elsewhere(optimizer):
             optimizer.load_state_dict(optimizer.state_dict())
@@ -129,7 +130,10 @@ class CudaHardware:
         return time.perf_counter()
 
     def busy_s(self) -> tuple[float, ...] | None:
-        """Seconds in which each device's replica ran, by CUDA events; None outside `metered`, see `BusyGauge.busy_s`."""
+        """Seconds in which each replica ran, by CUDA events; None outside `metered`.
+
+        See `BusyGauge.busy_s`.
+        """
         self._synchronize()
         return self._gauge.busy_s()
 
@@ -141,9 +145,10 @@ class CudaHardware:
     def memory(self) -> tuple[DeviceMemory, ...]:
         """Peaks since the last `reset_peaks`, with what others hold now.
 
-        Where ``torch.cuda.set_per_process_memory_fraction`` caps this process, `total_bytes` is no more than the cap
-        and what is outside it, so that the headroom is what this process may really still take. Example: of 24 GiB
-        with 2 GiB outside and a cap of 12 GiB the total is 14 GiB, and 10 GiB at the peak leaves 2 GiB.
+        Where ``torch.cuda.set_per_process_memory_fraction`` caps this process, `total_bytes` is no
+        more than the cap and what is outside it, so that the headroom is what this process may
+        really still take. Example: of 24 GiB with 2 GiB outside and a cap of 12 GiB the total is 14
+        GiB, and 10 GiB at the peak leaves 2 GiB.
         """
         return tuple(self._memory_of(index) for index in range(len(self._devices)))
 
@@ -161,25 +166,30 @@ class CudaHardware:
         return self._ask(range(len(self._devices)), lambda nvml, uuid, bus: nvml.conditions(uuid=uuid, pci_bus_id=bus))
 
     def processes(self) -> tuple[tuple[NvmlProcess, ...] | None, ...] | None:
-        """The programs on each device, this one too; None for a device whose driver does not tell, or without NVML."""
+        """The programs on each device, this one too; None without NVML.
+
+        Of a device whose driver does not tell, None stands in its place.
+        """
         return self._ask(range(len(self._devices)), lambda nvml, uuid, bus: nvml.processes(uuid=uuid, pci_bus_id=bus))
 
     def locate(self, error: BaseException) -> int | None:
-        """The device that torch's message names by its ordinal: ``"GPU 1 has a total capacity of"``."""
+        """The device torch's message names by its ordinal: ``"GPU 1 has a total capacity of"``."""
         named = re.search(r"\bGPU (\d+) has a total capacity", str(error))
         ordinals = [device.index for device in self._torch_devices]
         return ordinals.index(int(named[1])) if named is not None and int(named[1]) in ordinals else None
 
     def recover(self, *, thoroughly: bool = False) -> None:
-        """Collect garbage and hand cached memory back, on every device. Call it outside any except block.
+        """Collect garbage and hand cached memory back, on every device.
 
-        `thoroughly` frees cuBLAS's workspaces as well, tens of MiB for each thread that multiplied, and collects again
-        what finalizers let go.
+        Call it outside any except block, whose error holds a failed step's frames. `thoroughly`
+        frees cuBLAS's workspaces as well, tens of MiB for each thread that multiplied, and collects
+        again what finalizers let go.
         """
         gc.collect()  # frames of a failed step hold tensors in cycles
         self._synchronize()  # a block in use by another stream is freed only once that has finished
         if thoroughly:
-            # private, and what torch's own graph trees call before they count memory; tests/gpu checks it
+            # private, but what torch's own graph trees call before they count memory (see
+            # tests/gpu)
             clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
             if clear_workspaces is not None:
                 clear_workspaces()
@@ -194,7 +204,7 @@ class CudaHardware:
     def _memory_of(self, index: int) -> DeviceMemory:
         device = self._torch_devices[index]
         total_bytes, used_bytes = self._whole_device(index)
-        # never negative: the two are read one after the other, and another program may have freed in between
+        # never negative: between the two readings another program may have freed
         outside_bytes = max(0, used_bytes - torch.cuda.memory_reserved(device))
         cap_bytes = _cap_bytes(device, self._devices[index].total_bytes)
         if cap_bytes is not None:
@@ -216,7 +226,7 @@ class CudaHardware:
         return total_bytes, total_bytes - free_bytes
 
     def _ask(self, indices: Iterable[int], question: _Question[_Answer]) -> tuple[_Answer, ...] | None:
-        """NVML's answer about each of these devices; None without NVML, from its first failure on."""
+        """NVML's answer about each device; None without NVML, from its first failure on."""
         if self._nvml is None:
             return None
         try:
@@ -304,7 +314,7 @@ def _pci_bus_id(properties: Any) -> str | None:
 
 
 def _cap_bytes(device: torch.device, device_bytes: int) -> int | None:
-    """What set_per_process_memory_fraction leaves to this process's allocator; None without a cap."""
+    """What set_per_process_memory_fraction leaves to this process; None without a cap."""
     if not hasattr(torch.cuda, "get_per_process_memory_fraction"):  # not in every torch since 2.6
         return None
     fraction = float(torch.cuda.get_per_process_memory_fraction(device))

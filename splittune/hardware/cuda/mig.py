@@ -13,7 +13,7 @@ _INSTANCE_NAME = re.compile(r"\bMIG \d+[cg]\.")
 
 
 def refuse_several_instances(names: Sequence[str], num_devices: int) -> None:
-    """Refuse a job of more than one device when any of these, by the names CUDA gives them, is a MIG instance.
+    """Refuse several devices if CUDA's name of any is that of a MIG instance.
 
     Raises:
         DeviceError: says why, and what to do.
@@ -23,7 +23,9 @@ def refuse_several_instances(names: Sequence[str], num_devices: int) -> None:
 
 
 def refuse_several_instances_in_environment() -> None:
-    """Refuse to take all visible devices where CUDA_VISIBLE_DEVICES names several instances: only the first is seen.
+    """Refuse all visible devices if CUDA_VISIBLE_DEVICES names several MIG instances.
+
+    CUDA shows a process the first of them only.
 
     Raises:
         DeviceError: says why, and what to do.

@@ -1,4 +1,4 @@
-"""A connection to NVML, the NVIDIA driver's own view of every GPU, all programs included: `pynvml`'s only importer."""
+"""NVML, the driver's own view of every GPU, all programs included. `pynvml`'s only importer."""
 
 from __future__ import annotations
 
@@ -25,26 +25,31 @@ from splittune.hardware.cuda.patience import OutOfPatienceError, PatientThread
 
 _Answer = TypeVar("_Answer")
 
-# Long enough for a driver that has to wake several GPUs first, where no persistence daemon keeps them awake.
+# Long enough for a driver that has to wake several GPUs first, where no persistence daemon keeps
+# them awake.
 TIME_LIMIT_S = 10.0
 
-# From this version on the distribution `pynvml` holds no module `pynvml` any more, it asks for nvidia-ml-py instead.
+# From this version on the distribution `pynvml` holds no module `pynvml` any more, it asks for
+# nvidia-ml-py instead.
 _FIRST_HARMLESS_PYNVML = 12
 
 _EXPECTED = "Expected an NVIDIA driver in working order: check that `nvidia-smi` runs here, inside a container too."
 
 
 class Nvml:
-    """A connection to NVML. It opens with the first question and closes with `close`, a `with` block, or the program.
+    """A connection to NVML.
 
-    GPUs are found by UUID, then by PCI bus id, never by a count: torch numbers its devices by speed or by
-    CUDA_VISIBLE_DEVICES, NVML by bus, and NVML's order may change from one start to the next. `uuid` is
-    ``"GPU-" + str(torch.cuda.get_device_properties(i).uuid)``; torch leaves the same digits for a MIG instance, which
-    NVML spells ``"MIG-..."``, and both are tried. `pci_bus_id`, ``"00000000:3B:00.0"``, is asked for where the UUID is
-    not known.
+    It opens with the first question and closes with `close`, a `with` block, or the program.
 
-    Every question raises `NvmlUnavailableError` where NVML cannot be loaded or does not answer. A driver that hangs is
-    left behind after the time limit and not asked again by this object; it holds up neither the caller nor the exit.
+    GPUs are found by UUID, then by PCI bus id, never by a count: torch numbers its devices by speed
+    or by CUDA_VISIBLE_DEVICES, NVML by bus, and NVML's order may change from one start to the next.
+    `uuid` is ``"GPU-" + str(torch.cuda.get_device_properties(i).uuid)``; torch leaves the same
+    digits for a MIG instance, which NVML spells ``"MIG-..."``, and both are tried. `pci_bus_id`,
+    ``"00000000:3B:00.0"``, is asked for where the UUID is not known.
+
+    Every question raises `NvmlUnavailableError` where NVML cannot be loaded or does not answer. A
+    driver that hangs is left behind after the time limit and not asked again by this object; it
+    holds up neither the caller nor the exit.
 
     Args:
         time_limit_s: how long an answer may take.
@@ -61,7 +66,10 @@ class Nvml:
         return self._ask_device("the memory", read_memory, uuid, pci_bus_id)
 
     def conditions(self, *, uuid: str | None, pci_bus_id: str | None = None) -> DeviceConditions:
-        """How fast and how hot one GPU runs now, and what slows it down. A MIG instance has the figures of its card."""
+        """How fast and how hot one GPU runs now, and what slows it down.
+
+        A MIG instance has the figures of its card.
+        """
         return self._ask_device("the conditions", read_conditions, uuid, pci_bus_id)
 
     def processes(self, *, uuid: str | None, pci_bus_id: str | None = None) -> tuple[NvmlProcess, ...] | None:
@@ -69,7 +77,7 @@ class Nvml:
         return self._ask_device("the processes", read_processes, uuid, pci_bus_id)
 
     def list_devices(self) -> tuple[NvmlDevice, ...]:
-        """Every GPU the driver lets this user see, in NVML's order, which no index should rely on."""
+        """Every GPU this user may see, in NVML's order, which no index should rely on."""
 
         def listed(pynvml: Any) -> tuple[NvmlDevice, ...]:
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
@@ -134,7 +142,8 @@ class Nvml:
             raise NvmlUnavailableError(
                 f"NVML is not asked for {question}: it did not answer an earlier question within {limit}. {_EXPECTED}"
                 if hung_before
-                else f"NVML was asked for {question} and did not answer within {limit}; it is not asked again. {_EXPECTED}"
+                else f"NVML was asked for {question} and did not answer within {limit}; it is not asked again. "
+                f"{_EXPECTED}"
             ) from None
 
 
@@ -151,7 +160,10 @@ def _import_pynvml() -> Any:
 
 
 def _refuse_old_distribution() -> None:
-    """An old `pynvml` brings a package that hides the module of nvidia-ml-py, whichever was installed last."""
+    """Refuse an old `pynvml`: its package hides the module of nvidia-ml-py.
+
+    That is so whichever was installed last.
+    """
     try:
         version = str(importlib.metadata.version("pynvml"))
     except importlib.metadata.PackageNotFoundError:
@@ -167,8 +179,8 @@ def _refuse_old_distribution() -> None:
 
 
 def _shut_down(pynvml: Any, thread: PatientThread) -> None:
-    # A driver that went first has nothing to take back, and one that hangs could not. Nor has a forked child a
-    # connection of its own to close.
+    # A driver that went first has nothing to take back, and one that hangs could not. Nor has a
+    # forked child a connection of its own to close.
     if thread.is_running:
         with suppress(pynvml.NVMLError, OutOfPatienceError):
             thread.call(pynvml.nvmlShutdown)

@@ -10,8 +10,9 @@ from splittune.errors import NvmlUnavailableError
 from splittune.hardware.base import DeviceConditions
 from splittune.units import format_bytes
 
-# The bits of NVML's clock event reasons that slow a busy GPU down. Left out: idle (0x1), clocks that somebody set
-# (0x2, 0x100), and GPUs that boost together (0x10), all of which are as they should be.
+# The bits of NVML's clock event reasons that slow a busy GPU down. Left out: idle (0x1), clocks
+# that somebody set (0x2, 0x100), and GPUs that boost together (0x10), all of which are as they
+# should be.
 _THROTTLE_REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -35,7 +36,8 @@ class NvmlMemory:
     def used_bytes(self) -> int:
         """Everything that is not free: total - free.
 
-        Not NVML's own 'used', which holds the driver's reserve in one version of the call and not in the other.
+        Not NVML's own 'used', which holds the driver's reserve in one version of the call and not
+        in the other.
         """
         return self.total_bytes - self.free_bytes
 
@@ -75,18 +77,22 @@ class NvmlDevice:
     """``"GPU-..."``: the same on every start, and what `Device.uuid` holds."""
     pci_bus_id: str
     memory: NvmlMemory | None
-    """None where the driver keeps no figures of its own, as on GPUs that share the host's memory."""
+    """None where the driver keeps none of its own: on GPUs that share the host's memory."""
     processes: tuple[NvmlProcess, ...] | None
     """None where the driver does not tell."""
     instances: tuple[NvmlInstance, ...] | None = ()
-    """Those that MIG has made of it and this user may see: none where MIG is off, None where the driver does not tell."""
+    """Those that MIG has made of it; none where MIG is off.
+
+    Only those this user may see; None where the driver does not tell.
+    """
 
 
 def find_handle(pynvml: Any, uuid: str | None, pci_bus_id: str | None) -> Any:
     """NVML's handle of a GPU or MIG instance, by UUID, else by PCI bus id.
 
     Raises:
-        NvmlUnavailableError: NVML knows neither, or only the whole of a card of which this process has a part.
+        NvmlUnavailableError: NVML knows neither, or only the whole of a card of which this process
+            has a part.
     """
     unknown = suppress(pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument)
     for spelling in _spellings(uuid):
@@ -112,7 +118,7 @@ def _spellings(uuid: str | None) -> tuple[str, ...]:
 
 
 def _refuse_divided(pynvml: Any, handle: Any, asked_for: str) -> None:
-    """Of a card that MIG divides this process sees a part, and the figures of the whole would mislead."""
+    """Refuse a card that MIG divides: this process sees a part, and the whole would mislead."""
     if _is_divided(pynvml, handle):
         raise NvmlUnavailableError(
             f"the GPU {asked_for} is divided by MIG and NVML does not find this process's part of it by UUID; "
@@ -214,8 +220,9 @@ def _describe_instance(pynvml: Any, handle: Any) -> NvmlInstance:
 def _running(pynvml: Any, handle: Any, name: str) -> list[Any] | None:
     """The list of programs that the call of this name gives; None where the driver does not tell.
 
-    pynvml's own name means the newest version of the call, and an older driver has only the one before. Newer releases
-    of pynvml answer to that with an exception that is no NVMLError, older ones do not know the version before.
+    pynvml's own name means the newest version of the call, and an older driver has only the one
+    before. Newer releases of pynvml answer to that with an exception that is no NVMLError, older
+    ones do not know the version before.
     """
     unknown = [pynvml.NVMLError_FunctionNotFound]
     if hasattr(pynvml, "NVMLLibraryMismatchError"):
@@ -230,7 +237,8 @@ def _running(pynvml: Any, handle: Any, name: str) -> list[Any] | None:
 
 
 def _throttle_reasons(pynvml: Any, handle: Any) -> tuple[str, ...]:
-    # the call was renamed: an older driver has the second name only, as has an older pynvml; a later one the first
+    # the call was renamed: an older driver has the second name only, as has an older pynvml; a
+    # later one the first
     for name in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
         if hasattr(pynvml, name):
             with suppress(*_untold(pynvml)):
@@ -240,7 +248,10 @@ def _throttle_reasons(pynvml: Any, handle: Any) -> tuple[str, ...]:
 
 
 def _untold(pynvml: Any) -> tuple[type[Exception], ...]:
-    """NVML's ways of not telling one figure of a GPU. Whatever else it answers means that it can tell nothing more."""
+    """NVML's ways of not telling one figure of a GPU.
+
+    Whatever else it answers means that it can tell nothing more.
+    """
     return (
         pynvml.NVMLError_NotSupported,
         pynvml.NVMLError_NoPermission,

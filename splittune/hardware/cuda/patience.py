@@ -1,4 +1,4 @@
-"""Calls into a library that may never return, so that neither their caller nor the interpreter's exit waits for them."""
+"""Calls into a library that may never return: neither caller nor interpreter waits for them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class OutOfPatienceError(Exception):
 
 
 class PatientThread:
-    """A thread that makes calls one after the other, for a caller who waits for each at most `time_limit_s` seconds.
+    """A thread that makes calls in turn, for a caller who waits `time_limit_s` seconds at most.
 
-    A call that hangs cannot be ended, only left behind: its thread stays in it, and being a daemon it does not keep the
-    program from ending. From then on every call is refused at once, since a driver that hangs once would hang again.
+    A call that hangs cannot be ended, only left behind: its thread stays in it, and being a daemon
+    it does not keep the program from ending. From then on every call is refused at once, since a
+    driver that hangs once would hang again.
 
     The thread starts with the first call, so that importing and making the object start nothing.
     """
@@ -32,7 +33,10 @@ class PatientThread:
 
     @property
     def is_running(self) -> bool:
-        """False before the first call, after `stop`, and in a forked child, which has no threads but its first."""
+        """False before the first call and after `stop`.
+
+        Also in a forked child, which has no threads but its first.
+        """
         return self._thread is not None and self._thread.is_alive()
 
     def call(self, function: Callable[[], _Answer]) -> _Answer:

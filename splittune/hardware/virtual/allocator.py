@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from splittune.units import MIB
 
-# torch's c10/core/AllocatorConfig.h and CUDACachingAllocator.cpp, as of 2.13 (large_segment_size at its default)
+# torch's c10/core/AllocatorConfig.h and CUDACachingAllocator.cpp, as of 2.13 (large_segment_size at
+# its default)
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = 1 * MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
@@ -36,10 +37,11 @@ class Block:
 class CachingAllocator:
     """Tracks allocated and reserved bytes of one device, as torch's caching allocator would.
 
-    Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from
-    segments of 20 MiB, larger ones get a segment of their own, rounded up to 2 MiB. The smallest free block that fits
-    is taken, and freed neighbours merge. Before giving up, segments that are wholly free are handed back. Example: one
-    request of 3 MiB leaves ``allocated_bytes`` at 3 MiB and ``reserved_bytes`` at 20 MiB.
+    Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, those
+    below 10 MiB from segments of 20 MiB, larger ones get a segment of their own, rounded up to 2
+    MiB. The smallest free block that fits is taken, and freed neighbours merge. Before giving up,
+    segments that are wholly free are handed back. Example: one request of 3 MiB leaves
+    ``allocated_bytes`` at 3 MiB and ``reserved_bytes`` at 20 MiB.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -113,7 +115,7 @@ class CachingAllocator:
         return self._block(segment, is_small)
 
     def _split(self, block: Block, size: int) -> None:
-        """Cut what `size` does not need off the block, where torch would: small remainders stay with it."""
+        """Cut off what `size` does not need, where torch would: small remainders stay."""
         remainder = block.size - size
         splits = remainder >= MIN_BLOCK_BYTES if block.is_small else remainder > SMALL_REQUEST_BYTES
         if not splits:

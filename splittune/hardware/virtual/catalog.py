@@ -28,20 +28,24 @@ _PCIE_GEN5_X16 = 63e9
 class GpuModel:
     """What a vendor publishes of one GPU: peaks, which no real program reaches.
 
-    Example: an RTX 3090 has 24 GiB, 936e9 bytes/s of memory bandwidth and 35.6e12 FLOP/s in float32.
+    Example: an RTX 3090 has 24 GiB, 936e9 bytes/s of memory bandwidth and 35.6e12 FLOP/s in
+    float32.
     """
 
     name: str
     """As a specification spells it, ``"V100-16GB"``."""
     total_bytes: int
-    """The advertised GB, taken as GiB. The driver keeps some of it for itself; see the option `occupied`."""
+    """The advertised GB, taken as GiB. The driver keeps some of it: see the option `occupied`."""
     memory_bandwidth_bytes_per_s: float
     fp32_flops_per_s: float
     """Float32 on the ordinary cores, as torch computes by default; not TF32."""
     half_flops_per_s: float
-    """Dense (no sparsity) float16 or bfloat16 products summed in float32, as torch sums them: the tensor cores' rate,
-    which GeForce cards halve for float32 sums. Without tensor cores the plain float16 rate, or the float32 rate where
-    that is higher, for torch then computes in float32."""
+    """Dense (no sparsity) float16 or bfloat16 products, summed in float32 as torch sums them.
+
+    It is the tensor cores' rate, which GeForce cards halve for float32 sums. Without tensor cores
+    it is the plain float16 rate, or the float32 rate where that is higher: torch then computes in
+    float32.
+    """
     link_bandwidth_bytes_per_s: float
     """The PCIe slot in one direction, in theory."""
     source: str
@@ -128,10 +132,13 @@ GPUS: tuple[GpuModel, ...] = (
 
 
 def find_gpu(name: str) -> GpuModel:
-    """The GPU of this name; case, spaces, hyphens and underscores do not count: ``"rtx 3090"`` is ``RTX3090``.
+    """The GPU of this name; case, spaces, hyphens and underscores do not count.
+
+    ``"rtx 3090"`` is ``RTX3090``.
 
     Raises:
-        DeviceError: the name is not in the catalog, or leaves open which memory is meant (``"V100"``).
+        DeviceError: the name is not in the catalog, or leaves open which memory is meant
+            (``"V100"``).
     """
     wanted = _key(name)
     by_key = {_key(gpu.name): gpu for gpu in GPUS}
@@ -148,15 +155,15 @@ def find_gpu(name: str) -> GpuModel:
 
 
 def parse_gpus(spec: str) -> tuple[tuple[GpuModel, int], ...]:
-    """Every virtual device a specification asks for, in order: its model and the bytes other programs hold on it.
+    """Every virtual device a specification asks for, in order: its model, and bytes occupied.
 
-    A specification is groups of ``[COUNTx]NAME[:occupied=SIZE]`` with commas between; SIZE, in GiB or MiB, is occupied
-    on each GPU of its group.
-    ``"1xRTX3090:occupied=20GiB,3xRTX3090"`` gives four devices, the first with 21474836480 bytes occupied.
+    A specification is groups of ``[COUNTx]NAME[:occupied=SIZE]`` with commas between; SIZE, in GiB
+    or MiB, is occupied on each GPU of its group. ``"1xRTX3090:occupied=20GiB,3xRTX3090"`` gives
+    four devices, the first with 21474836480 bytes occupied.
 
     Raises:
-        DeviceError: a group is malformed, a name unknown, a count outside 1 to `MAX_DEVICES`, or more is occupied
-            than the GPU has.
+        DeviceError: a group is malformed, a name unknown, a count outside 1 to `MAX_DEVICES`, or
+            more is occupied than the GPU has.
     """
     devices: list[tuple[GpuModel, int]] = []
     for group in spec.split(","):

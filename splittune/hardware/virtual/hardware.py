@@ -26,11 +26,11 @@ CUDA_CONTEXT_BYTES = 287_047_680
 
 
 class VirtualHardware:
-    """Implements `hardware.Hardware` for GPUs of the catalog: real tensors and gradients, accounted memory, modelled time.
+    """`Hardware` of catalog GPUs: real tensors and gradients, accounted memory, modelled time.
 
-    Inside `metered`, a ledger owns every tensor to one virtual GPU, raises `torch.OutOfMemoryError` where a GPU's memory
-    would be exceeded, and advances modelled clocks; the same inputs give the same figures. Outside, models wrapped here
-    train all the same and nothing is counted.
+    Inside `metered`, a ledger owns every tensor to one virtual GPU, raises `torch.OutOfMemoryError`
+    where a GPU's memory would be exceeded, and advances modelled clocks; the same inputs give the
+    same figures. Outside, models wrapped here train all the same and nothing is counted.
 
     Args:
         gpus: one catalog entry for each device; the first is 'GPU 0'.
@@ -56,8 +56,8 @@ class VirtualHardware:
             if not CUDA_CONTEXT_BYTES <= outside < gpu.total_bytes:
                 raise DeviceError(
                     f"virtual GPU {index} ({gpu.name}): {format_bytes(occupied[index])} occupied + "
-                    f"{format_bytes(CUDA_CONTEXT_BYTES)} for the CUDA context of {format_bytes(gpu.total_bytes)} leaves "
-                    "nothing. Occupy less, from 0 bytes up."
+                    f"{format_bytes(CUDA_CONTEXT_BYTES)} for the CUDA context of {format_bytes(gpu.total_bytes)} "
+                    "leaves nothing. Occupy less, from 0 bytes up."
                 )
         self.devices = tuple(
             Device(index=index, name=gpu.name, torch_device="cpu", total_bytes=gpu.total_bytes)
@@ -69,19 +69,22 @@ class VirtualHardware:
 
     @property
     def spec(self) -> str | None:
-        """As ``devices=`` takes it: ``"1xRTX3090:occupied=512.0MiB,3xRTX3090"``; None for GPUs not in the catalog."""
+        """As ``devices=`` takes it; None for GPUs not in the catalog.
+
+        Example: ``"1xRTX3090:occupied=512.0MiB,3xRTX3090"``.
+        """
         if not set(self.gpus) <= set(GPUS):
             return None
         groups: list[str] = []
         each = zip(self.gpus, self.outside_bytes, strict=True)
         for (gpu, outside), group in itertools.groupby(each):
-            # str of a quotient by a power of two is exact: it reads back as the same number of bytes
+            # str of a quotient by a power of two is exact: it reads back as the same bytes
             occupied = f":occupied={(outside - CUDA_CONTEXT_BYTES) / MIB}MiB" if outside > CUDA_CONTEXT_BYTES else ""
             groups.append(f"{len(list(group))}x{gpu.name}{occupied}")
         return ",".join(groups)
 
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
-        """`model`, on the CPU, wrapped for `split`; its parameters and buffers belong to virtual GPU 0.
+        """`model`, on the CPU, wrapped for `split`; parameters and buffers are virtual GPU 0's.
 
         `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`.
         """
@@ -102,7 +105,9 @@ class VirtualHardware:
 
     @contextmanager
     def metered(self) -> Iterator[None]:
-        """Count inside. Clocks start at 0, and only what models wrapped here hold is there at first. May be nested.
+        """Count inside; may be nested.
+
+        Clocks start at 0, and only what models wrapped here hold is there at first.
 
         Raises:
             torch.OutOfMemoryError: those models alone exceed GPU 0.
@@ -130,12 +135,13 @@ class VirtualHardware:
         self._place(module, recurse=False)
 
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:
-        """Choose the multi-tensor update, as torch does by default for CUDA tensors and not for CPU ones.
+        """Choose the multi-tensor update, torch's default for CUDA tensors and not for CPU ones.
 
         State that the optimizer brings along belongs to virtual GPU 0, as the parameters do.
         """
         for group in optimizer.param_groups:
-            # a learning rate that is a tensor goes with capturable optimizers alone, and torch decides so as well
+            # a learning rate that is a tensor goes with capturable optimizers alone, and torch
+            # decides so as well
             decided = group.get("fused") or group.get("differentiable") or isinstance(group.get("lr"), Tensor)
             if "foreach" in group and group["foreach"] is None and not decided:
                 group["foreach"] = True
@@ -163,7 +169,10 @@ class VirtualHardware:
         return tuple(allocator.allocated_bytes for allocator in ledger.allocators)
 
     def num_alloc_retries(self) -> tuple[int, ...]:
-        """None ever: an allocation that fails with the cache handed back is out of memory, and costs no modelled time."""
+        """None ever: an allocation that fails with the cache handed back is out of memory.
+
+        Handing back costs no modelled time.
+        """
         return (0,) * len(self.gpus)
 
     def reset_peaks(self) -> None:
@@ -194,12 +203,12 @@ class VirtualHardware:
         return None if named is None else int(named[1])
 
     def recover(self, *, thoroughly: bool = False) -> None:
-        """Collect garbage and, inside `metered`, hand the free segments back and start the peaks anew.
+        """Collect garbage; inside `metered`, hand free segments back and start the peaks anew.
 
         It is always thorough: there are no libraries that keep anything.
         """
-        # Of a backward pass that failed, torch keeps in this thread what was ready to run, gradients and all, until the
-        # next one: an empty one ends that.
+        # Of a backward pass that failed, torch keeps in this thread what was ready to run,
+        # gradients and all, until the next one: an empty one ends that.
         with torch.inference_mode(mode=False), torch.enable_grad():
             torch.zeros((), device="cpu", requires_grad=True).backward()
         gc.collect()
@@ -244,7 +253,8 @@ class VirtualLink:
             return torch.sparse_coo_tensor(
                 indices, values, tensor.size(), is_coalesced=tensor.is_coalesced(), check_invariants=False
             )
-        # What torch makes of the strides in a copy: those of an expanded gradient overlap, and could not be written to.
+        # What torch makes of the strides in a copy: those of an expanded gradient overlap, and
+        # could not be written to.
         strides = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         with self.on(place):
             target = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype)

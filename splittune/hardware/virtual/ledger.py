@@ -1,4 +1,4 @@
-"""Which virtual device owns which tensor: births, deaths, capacity and modelled time, operation by operation."""
+"""Which virtual device owns which tensor: births, deaths, capacity, modelled time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Underscored by name, documented and in wide use; tests/hardware/virtual/test_ledger.py fails loudly should it change.
+# Underscored by name, documented and in wide use; tests/hardware/virtual/test_ledger.py fails
+# loudly should it change.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splittune.hardware.virtual.allocator import Block, CachingAllocator
@@ -23,8 +24,14 @@ from splittune.units import format_bytes
 
 _STRIDED = torch.strided
 _HALF = (torch.float16, torch.bfloat16)
-_MEMORY_ONLY = {f"aten::{name}" for name in ("empty", "empty_like", "empty_permuted", "empty_strided",
-                                             "new_empty", "new_empty_strided")}  # fmt: skip
+_MEMORY_ONLY = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_permuted",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
 _MASKS = (torch.bool, torch.uint8)
 # torch's own marks for results, or sizes of results, that the host must read before it can go on
 _READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -64,15 +71,17 @@ class _Operation(NamedTuple):
 class Ledger(TorchDispatchMode):
     """Follows every storage of the code run inside it, on real tensors in host memory.
 
-    An operation belongs to the device its inputs live on; one without tensor inputs to the device its code runs on
-    (`on`), and to the host outside any. What an operation creates is allocated on its device, and where the capacity
-    does not allow it `torch.OutOfMemoryError` is raised at that operation. Inputs on two devices raise, as CUDA does,
-    save for copies, which are transfers over the link.
+    An operation belongs to the device its inputs live on; one without tensor inputs to the device
+    its code runs on (`on`), and to the host outside any. What an operation creates is allocated on
+    its device, and where the capacity does not allow it `torch.OutOfMemoryError` is raised at that
+    operation. Inputs on two devices raise, as CUDA does, save for copies, which are transfers over
+    the link.
 
-    Guests may be used on any device and are charged to each that uses them, since on real cards code would make them
-    on each: whole tensors from the host (``mask.to(x.device)`` does nothing here), and, in a replica's forward, what is
-    made out of nothing, a table of positions say that the model keeps for its next call. 0-dim tensors from the host
-    stay there, as CUDA allows, and so do parts of something larger: a batch cut from a data set is not the data set.
+    Guests may be used on any device and are charged to each that uses them, since on real cards
+    code would make them on each: whole tensors from the host (``mask.to(x.device)`` does nothing
+    here), and, in a replica's forward, what is made out of nothing, a table of positions say that
+    the model keeps for its next call. 0-dim tensors from the host stay there, as CUDA allows, and
+    so do parts of something larger: a batch cut from a data set is not the data set.
     """
 
     def __init__(self, gpus: Sequence[GpuModel], capacities_bytes: Sequence[int]) -> None:
@@ -133,7 +142,7 @@ class Ledger(TorchDispatchMode):
         return None
 
     def own(self, tensor: Tensor, device: int) -> None:
-        """Allocate the tensor's storage on `device`, where it lives from now on, unless it lives on one already.
+        """Allocate the tensor's storage on `device`, unless it lives on one already.
 
         Raises:
             torch.OutOfMemoryError: the capacity does not allow it.
@@ -154,7 +163,10 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def on(self, device: int | None, *, makes_guests: bool = False) -> Iterator[None]:
-        """What code inside creates out of nothing belongs to `device`, as a guest if so wished; to the host for None."""
+        """What code inside creates out of nothing belongs to `device`, None for the host.
+
+        If so wished as a guest.
+        """
         before = self._current, self._makes_guests
         self._current, self._makes_guests = device, makes_guests
         try:
@@ -177,7 +189,7 @@ class Ledger(TorchDispatchMode):
     def _device_of(
         self, name: str, inputs: Sequence[Tensor], entries: Sequence[_Owned | None]
     ) -> tuple[int | None, bool]:
-        """Where the operation runs, None for the host, and whether what it creates is a guest there."""
+        """Where the operation runs, None for the host, and whether it creates guests there."""
         device: int | None = None
         guest: _Owned | None = None
         for entry in entries:
@@ -214,7 +226,8 @@ class Ledger(TorchDispatchMode):
     def _add(self, storage: Any, device: int, *, home: int | None, is_guest: bool) -> None:
         if storage.device.type != "cpu":  # the meta device has no memory, and real cards account for theirs
             return
-        # Its death is only noted, for the next operation: it may come in the middle of an allocation.
+        # Its death is only noted, for the next operation: it may come in the middle of an
+        # allocation.
         entry = _Owned(storage, self._died.append)
         entry.key, entry.num_bytes = id(storage), storage.nbytes()
         entry.home, entry.is_guest = home, is_guest
@@ -292,7 +305,10 @@ def _kernel_time_s(num_flops: int, touched: Iterable[Tensor], gpu: GpuModel) -> 
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The dense tensors among an operation's arguments or results: at the top or in one list, by operator schema."""
+    """The dense tensors among an operation's arguments or results.
+
+    By operator schema they stand at the top or in one list.
+    """
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -306,7 +322,9 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold a tensor's bytes: itself, a sparse one's indices and values, a subclass's inner ones.
+    """The plain tensors that hold a tensor's bytes.
+
+    That is itself, a sparse one's indices and values, or a subclass's inner tensors.
 
     None for a layout that shows no storage, oneDNN's own.
     """

@@ -1,4 +1,4 @@
-"""Modelled time of one operation: the larger of its arithmetic and its memory traffic at the card's published peaks."""
+"""Modelled time of one operation: its arithmetic or its memory traffic, at published peaks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.utils.flop_counter import flop_registry
 from splittune.hardware.virtual.catalog import GpuModel
 
 _aten = torch.ops.aten
-# The CPU's own attention kernels: same leading arguments, and the same count, as the CUDA ones they stand for.
+# The CPU's own attention kernels: same leading arguments, and the same count, as the CUDA ones they
+# stand for.
 _SAME_FLOPS_AS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (_aten._scaled_dot_product_flash_attention, 3),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
@@ -24,8 +25,9 @@ _SAME_FLOPS_AS = {
 def kernel_time_s(num_flops: int, num_bytes: int, *, is_half: bool, gpu: GpuModel) -> float:
     """Seconds for one operation on `gpu`, modelled: max(FLOPs / peak, bytes / bandwidth).
 
-    Half-precision operands use the half-precision peak. Worked: a 1024 x 1024 matrix product in float32 is 2.1e9 FLOPs;
-    at 35.6e12 FLOP/s that is 60 us, and its 12.6 MB at 936e9 B/s would be 13 us.
+    Half-precision operands use the half-precision peak. Worked: a 1024 x 1024 matrix product in
+    float32 is 2.1e9 FLOPs; at 35.6e12 FLOP/s that is 60 us, and its 12.6 MB at 936e9 B/s would be
+    13 us.
     """
     peak = gpu.half_flops_per_s if is_half else gpu.fp32_flops_per_s
     return max(num_flops / peak, num_bytes / gpu.memory_bandwidth_bytes_per_s)
@@ -39,8 +41,8 @@ def has_flops(func: Any) -> bool:
 def count_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of one call, 0 where torch has no formula for it.
 
-    The count is torch's own (torch.utils.flop_counter): matrix products, convolutions, attention, forward and backward,
-    two for each multiply-add.
+    The count is torch's own (torch.utils.flop_counter): matrix products, convolutions, attention,
+    forward and backward, two for each multiply-add.
     """
     alias = _SAME_FLOPS_AS.get(func._schema.name)
     if alias is not None:

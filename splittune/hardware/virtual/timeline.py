@@ -7,18 +7,20 @@ from contextlib import contextmanager
 
 from splittune.hardware.virtual.catalog import GpuModel
 
-# An eager torch operation costs the launching thread about this much (Python, dispatcher, driver). Modelled.
+# An eager torch operation costs the launching thread about this much (Python, dispatcher, driver).
+# Modelled.
 LAUNCH_S = 8e-6
 # Starting a copy between two devices, or from the host. Modelled.
 TRANSFER_LATENCY_S = 10e-6
 
 
 class Timeline:
-    """For each device two clocks, as in CUDA: when its launching thread is, and when its queue will be empty.
+    """Two clocks for each device, as in CUDA: its launching thread's, and its queue's end.
 
-    A kernel starts when it has been launched and the queue is empty, so a fast thread hides launches behind kernels and
-    a slow one starves the device. Replicas in forward have a thread each but share the interpreter: with n of them a
-    launch takes n times as long. In backward torch gives every device a thread that needs no interpreter.
+    A kernel starts when it has been launched and the queue is empty, so a fast thread hides
+    launches behind kernels and a slow one starves the device. Replicas in forward have a thread
+    each but share the interpreter: with n of them a launch takes n times as long. In backward torch
+    gives every device a thread that needs no interpreter.
     """
 
     def __init__(self, gpus: Sequence[GpuModel]) -> None:
@@ -40,9 +42,10 @@ class Timeline:
         self.busy_s[device] += kernel_s
 
     def transfer(self, source: int | None, target: int | None, num_bytes: int) -> None:
-        """Copy between two devices, or from or to the host (None): both queues wait for each other, then for the bytes.
+        """Copy between two devices, or from or to the host (None).
 
-        The slower of the two links decides. Copies that share a device follow one another.
+        Both queues wait for each other, then for the bytes. The slower of the two links decides.
+        Copies that share a device follow one another.
         """
         ends = [device for device in (source, target) if device is not None]
         for device in ends:
@@ -59,7 +62,7 @@ class Timeline:
         self.launched_s[device] = max(self.launched_s[device], self.finished_s[device])
 
     def wait_for_all(self) -> float:
-        """Every thread waits for every device; the time at which they go on, in seconds since the start."""
+        """Every thread waits for every device; seconds since the start at which they go on."""
         now = max(*self.launched_s, *self.finished_s)
         self.launched_s = [now] * len(self._gpus)
         self.finished_s = [now] * len(self._gpus)
@@ -67,7 +70,7 @@ class Timeline:
 
     @contextmanager
     def replica(self, device: int, num_replicas: int) -> Iterator[None]:
-        """One replica's forward. They are run one after another, and start and end together in modelled time."""
+        """One replica's forward: run after the others, but at the same modelled time as they."""
         if self._replicas_done == 0:
             self._forward_start_s = max(self.launched_s)
         self.launched_s[device] = max(self.launched_s[device], self._forward_start_s)

@@ -66,8 +66,8 @@ class Interval:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.
 
         The density of a peak is a triangle from least to most, with its top at the likeliest.
-        Worked: 8 to 12 GiB, likeliest 9, stays below 10 GiB with ``1 - (12 - 10)^2 / ((12 - 8) (12
-        - 9)) = 2 / 3``.
+        Worked: 8 to 12 GiB, likeliest 9, stays below 10 GiB with
+        ``1 - (12 - 10)^2 / ((12 - 8) (12 - 9)) = 2 / 3``.
         """
         low, high = self.least, np.maximum(self.most, self.least)
         top, x = np.clip(self.likely, low, high), np.clip(limits, low, high)

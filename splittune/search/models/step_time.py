@@ -177,7 +177,7 @@ class TimeModel:
         return told
 
     def _interchangeable_groups(self) -> list[tuple[int, ...]]:
-        """Devices beside GPU 0 that predictions do not tell apart: all, else those of one memory."""
+        """Devices beside GPU 0 that no prediction tells apart: all, or those of one memory."""
         totals, tells_busy = self._trials.totals, self._trials.tells_busy
         others = sorted(range(1, self._trials.num_devices), key=lambda i: 0 if tells_busy else totals[i])
         return grouped(others, lambda one, other: tells_busy or totals[one] == totals[other])
