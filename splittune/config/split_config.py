@@ -117,7 +117,7 @@ class SplitConfig(ConfigData):
         """
         if model is None:
             return cut_batch(batch, self.split)
-        return accumulate(model, cut_batch(batch, self.split, model.weight_of))
+        return accumulate(model, cut_batch(batch, self.split, model.weight_of, listed=model.lists_samples))
 
     def _hardware_named(self, devices: str | Sequence[str | int | torch.device] | None) -> Hardware:
         if devices is not None:

@@ -12,9 +12,10 @@ from torch import nn
 
 from splittune.errors import ConfigError, DeviceError
 from splittune.parallel.base import SplitModule
+from splittune.parallel.caches import is_cache
 from splittune.parallel.link import Link, TorchLink
-from splittune.parallel.nesting import batch_size_of, map_tensors, slice_arguments, tensors_of
-from splittune.parallel.outputs import combine_outputs
+from splittune.parallel.nesting import leaves_of, map_tensors, tensors_of
+from splittune.parallel.outputs import Joiner, all_tensors_of
 from splittune.parallel.replica_loss import LossFunction, ReplicaLoss, WeightFunction
 from splittune.parallel.replicas import (
     ReplicaCall,
@@ -24,6 +25,7 @@ from splittune.parallel.replicas import (
     replicate,
     run_replicas,
 )
+from splittune.parallel.samples import Samples, read_samples, slice_arguments
 from splittune.parallel.transfer import send
 from splittune.parallel.window.engine import WindowEngine
 from splittune.parallel.window.replica_copies import ReplicaCopies
@@ -64,9 +66,8 @@ class BalancedDataParallel(SplitModule):
         dim: the dimension of inputs and outputs that counts samples.
         shard_sizes: samples for each device, for the largest micro-batch.
         loss_fn: computes the loss in each replica, on its own device: call
-            ``model(inputs, targets)``, the targets last of the positional arguments
-            (``model(targets, **inputs)``), and get the loss of the whole micro-batch. No output is
-            gathered.
+            ``model(inputs, targets)``, ``model(targets, **inputs)`` or ``model(**batch)``, and get
+            the loss of the whole micro-batch. No output is gathered; see `ReplicaLoss.arranged`.
         weight_fn: ``weight_fn(targets)``, what the loss is a mean over where that is not samples:
             the number of tokens.
         engine: "window" copies parameters out, and adds gradients up, once for each window of
@@ -77,11 +78,15 @@ class BalancedDataParallel(SplitModule):
             recorded.
 
     Of arguments that are no tensors, a list or tuple with one string, number or None for each
-    sample is split as tensors are, save for a tuple of numbers, a size say; everything else reaches
-    every replica as it is. A 0-dim output is a mean over samples and is averaged weighted by shard
-    size; see `outputs.combine_outputs`. Limits are nn.DataParallel's: replicas are shallow copies,
-    so Python attributes that forward assigns are lost, and in-place updates of parameters inside
-    forward are too. On a single device the module itself runs.
+    sample is split as tensors are, save for a tuple of numbers, a size say; so are lists of one
+    tensor or dict a sample, as `read_samples` tells them. ``num_items_in_batch``, a count, becomes
+    each replica's part of it. Everything else reaches every replica as it is.
+
+    A 0-dim output is a mean over samples and is averaged weighted by shard size; see
+    `outputs.Joiner`, also for what is refused. A key-value cache is left out where gradients are
+    recorded, unless the call was given one. Limits are nn.DataParallel's: replicas are shallow
+    copies, so Python attributes that forward assigns are lost, and in-place updates of parameters
+    inside forward are too. On a single device the module itself runs.
     """
 
     def __init__(
@@ -122,28 +127,37 @@ class BalancedDataParallel(SplitModule):
         self._link = link
         self.gauge: ReplicaGauge | None = None  # hardware that measures sets its own
         self._largest_trained = 0
+        self.lists_samples: bool | None = None  # whether batches hold lists of samples, once one has told
         self._window: WindowEngine | None = None
         self._syncs = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         link, output_place = self._route()
-        call = _Call(inputs, kwargs)
-        # with nothing to split there is one call, on the first device
-        batch_size = batch_size_of(call, self.dim) if tensors_of(call) else 0
-        shards = self._shards_of(batch_size)
+        call = _Call(inputs, kwargs) if self._loss is None else _Call(*self._loss.arranged(inputs, kwargs))
+        samples = self._samples_of(call)
+        shards = self._shards_of(samples.size)
         active = [position for position, shard in enumerate(shards) if shard] or [0]
         copies = self._copy_out(active, link)
-        calls = self._calls(call, self._modules_on(active, link, copies), shards, link)
+        calls = self._calls(call, self._modules_on(active, link, copies), shards, samples, link)
         weights = [each.weight for each in calls]
         outputs = run_replicas(calls, link, self.gauge)
         if calls[0].module is not self.module:
             keep_buffer_updates(self.module, calls[0].module, link)
         if self._trains():
-            self._largest_trained = max(self._largest_trained, batch_size)
+            self._largest_trained = max(self._largest_trained, samples.size)
         del calls  # without gradients nothing else holds the replicas and their inputs
-        output = combine_outputs(outputs, weights, link, output_place, self.dim)
+        joiner = Joiner(
+            shards=[shards[position] for position in active],
+            weights=weights,
+            link=link,
+            place=output_place,
+            dim=self.dim,
+            are_listed=samples.are_listed,
+            keeps_caches=not torch.is_grad_enabled() or any(is_cache(leaf) for _, leaf in leaves_of(call)),
+        )
+        output = joiner.join(outputs)
         if self._window is not None and copies is not None:
-            self._window.watch(output, copies)
+            self._window.watch(all_tensors_of(output), copies)
         return output
 
     @contextmanager
@@ -166,13 +180,7 @@ class BalancedDataParallel(SplitModule):
 
     def weight_of(self, batch: Any, num_samples: int) -> float:
         """How much a batch of the loader counts: its samples, or what `weight_fn` says of it."""
-        if self._loss is None or self._loss.weight_fn is None:
-            return float(num_samples)
-        if not isinstance(batch, tuple | list):
-            raise ConfigError(
-                f"weight_fn needs batches of inputs and targets, and this one is a {type(batch).__name__}."
-            )
-        return self._loss.weight_of(self._targets_of(batch, {}), num_samples)
+        return float(num_samples) if self._loss is None else self._loss.weight_of_batch(batch, num_samples)
 
     def to_output(self, tree: Any) -> Any:
         """`tree` with every tensor on the output device, where the outputs are: for targets."""
@@ -190,6 +198,15 @@ class BalancedDataParallel(SplitModule):
     def extra_repr(self) -> str:
         shares = f"gpu0_bsz={self.gpu0_bsz}" if self.shard_sizes is None else f"shard_sizes={self.shard_sizes}"
         return f"{shares}, devices={[self._name_of(position) for position in range(len(self.devices))]}"
+
+    def _samples_of(self, call: _Call) -> Samples:
+        if not tensors_of(call):
+            return Samples(0, are_listed=False)  # with nothing to split there is one call, on the first device
+        expected = (sum(self.shard_sizes) if self.shard_sizes else self._largest_trained) or None
+        samples = read_samples(call, self.dim, expected=expected, listed=self.lists_samples, is_call=True)
+        if samples.is_certain:
+            self.lists_samples = samples.are_listed
+        return samples
 
     def _shards_of(self, batch_size: int) -> tuple[int, ...]:
         """Samples for each device, as things stand."""
@@ -222,17 +239,17 @@ class BalancedDataParallel(SplitModule):
         return TorchLink([*devices, self.output_device]), self.output_device
 
     def _calls(
-        self, call: _Call, modules: Mapping[int, nn.Module], shards: Sequence[int], link: Link
+        self, call: _Call, modules: Mapping[int, nn.Module], shards: Sequence[int], samples: Samples, link: Link
     ) -> list[ReplicaCall]:
         """Each active device's module, and its part of the arguments."""
         losses = {} if self._loss is None else self._loss.on(list(modules), link)
         calls = []
         for position, module in modules.items():
             start, size, place = sum(shards[:position]), shards[position], link.place(position)
-            cut = slice_arguments(*call, start, start + size, self.dim, sum(shards))
+            cut = slice_arguments(*call, start, start + size, self.dim, samples)
             weight = float(size)
             if self._loss is not None:
-                weight = self._loss.weight_of(self._targets_of(*cut), size)
+                weight = self._loss.weight_of(cut[0][-1], size)
             args, kwargs = map_tensors(partial(send, link=link, place=place), cut)
             where = f"replica {position} on device {self._name_of(position)}, a shard of {size} samples"
             calls.append(
@@ -247,15 +264,6 @@ class BalancedDataParallel(SplitModule):
                 )
             )
         return calls
-
-    def _targets_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not args or len(args) + len(kwargs) < 2:
-            raise ConfigError(
-                f"the wrapper has a loss_fn and was called with {len(args)} positional arguments and {len(kwargs)} keywords: "
-                "expected the model's inputs and then the targets, loss = model(inputs, targets), or "
-                "loss = model(targets, **inputs) where the inputs are keywords."
-            )
-        return args[-1]
 
     def _copy_out(self, active: Sequence[int], link: Link) -> ReplicaCopies | None:
         """The window's copies for this forward; None on a single device and with torch's engine."""

@@ -1,4 +1,4 @@
-"""Trees of tensors as models take and give them: walked, rebuilt, zipped, and cut along the batch.
+"""Trees of tensors as models take and give them: walked, rebuilt and zipped.
 
 Containers are tuples, lists, named tuples, mappings and dataclass instances, nested at will. Everything else is a
 leaf: tensors, numbers, strings, None, ``torch.Size``, arrays, sets. A path names a place in a tree as Python would
@@ -11,12 +11,10 @@ from collections import UserDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from splittune.errors import ConfigError
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -46,8 +44,19 @@ def tensors_of(tree: Any) -> list[tuple[str, Tensor]]:
     return [(path, leaf) for path, leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
-def zip_map(function: Callable[[str, list[Any]], Any], trees: Sequence[Any]) -> Any:
+DESCEND = object()
+"""What `zip_map`'s `whole` returns for trees that are to be zipped part by part."""
+
+
+def zip_map(
+    function: Callable[[str, list[Any]], Any],
+    trees: Sequence[Any],
+    whole: Callable[[str, list[Any]], Any] = lambda *_: DESCEND,
+) -> Any:
     """One tree built from several of the same structure: each leaf is ``function(path, [leaf of each tree])``.
+
+    `whole(path, [container of each tree])` is asked first, for every container: what it returns stands in the result,
+    save for `DESCEND`.
 
     Mappings are matched by key, whatever their order; the result has the first tree's containers. What the leaves are
     is `function`'s business: only containers are compared here.
@@ -60,146 +69,18 @@ def zip_map(function: Callable[[str, list[Any]], Any], trees: Sequence[Any]) -> 
     """
     if not trees:
         raise ValueError("zip_map got no tree: expected at least one.")
-    return _zip(function, list(trees), "")
-
-
-def batch_size_of(tree: Any, dim: int = 0) -> int:
-    """The one size along `dim` that all tensors having that dimension share.
-
-    Tensors of fewer dimensions, such as 0-dim ones, belong to no sample and are left out.
-    Example: ``{"x": torch.zeros(8, 3), "scale": torch.tensor(2.0)}`` gives 8.
-
-    Raises:
-        ConfigError: no tensor has the dimension, or their sizes differ; the message lists every path with its size.
-    """
-    tensors = tensors_of(tree)
-    sizes = {path: tensor.size(dim) for path, tensor in tensors if _has_dim(tensor, dim)}
-    if not sizes:
-        got = (
-            f"tensors with no dimension {dim}: {', '.join(f'{_name(p)} of shape {tuple(t.shape)}' for p, t in tensors)}"
-            if tensors
-            else f"no tensor in {type(tree).__name__}"
-        )
-        raise ConfigError(
-            f"a batch with no tensor to count samples by: got {got}. Expected at least one tensor whose dimension "
-            f"{dim} is the batch. Give the samples as tensors (torch.as_tensor converts arrays and lists of numbers)."
-        )
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{_name(path)} has {size}" for path, size in sizes.items())
-        raise ConfigError(
-            f"tensors whose size along dimension {dim} differs: {listed}. Expected one size, the number of samples, "
-            "for inputs and targets alike. Give every tensor one entry a sample; what all samples share, pass as a "
-            "0-dim tensor or keep inside the model."
-        )
-    return next(iter(sizes.values()))
-
-
-def slice_batch(tree: Any, start: int, stop: int, dim: int = 0, batch_size: int | None = None) -> Any:
-    """Samples `start` to `stop` (exclusive) of a batch of `batch_size`, nested as the batch is.
-
-    - A tensor whose size along `dim` is `batch_size` is narrowed: a view, nothing is copied.
-    - A tensor without that dimension (0-dim, say) passes as it is: all samples share it.
-    - A list or tuple of one plain leaf a sample is sliced as well: its length is `batch_size`, above 1, and none of
-      its elements is a tensor or a container (strings, numbers, None, paths). A named tuple never is.
-    - Every other leaf passes as it is.
-
-    `batch_size` None means ``batch_size_of(tree, dim)``.
-    Example: ``slice_batch((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)`` gives ``(tensor([1, 2]), ["b", "c"])``.
-
-    Raises:
-        ConfigError: a tensor has another size along `dim`; the message names its path.
-        ValueError: not ``0 <= start <= stop <= batch_size``.
-    """
-    size = batch_size_of(tree, dim) if batch_size is None else batch_size
-    if not 0 <= start <= stop <= size:
-        raise ValueError(f"samples {start} to {stop} of a batch of {size}: expected 0 <= start <= stop <= {size}.")
-    pick = _Pick(
-        tensor=lambda tensor: tensor.narrow(dim, start, stop - start),
-        sequence=lambda sequence: list(sequence[start:stop]),
-    )
-    return _cut(tree, pick, dim, size, "")
-
-
-def slice_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], start: int, stop: int, dim: int, batch_size: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments for samples `start` to `stop`, each cut as `slice_batch` does.
-
-    Save for a tuple of numbers, which passes: as an argument, ``(224, 224)`` is a size and not two samples.
-    """
-    pick = _Pick(
-        tensor=lambda tensor: tensor.narrow(dim, start, stop - start),
-        sequence=lambda sequence: list(sequence if _is_setting(sequence) else sequence[start:stop]),
-    )
-    cut_args = tuple(_cut(arg, pick, dim, batch_size, f"argument {index}") for index, arg in enumerate(args))
-    return cut_args, {name: _cut(arg, pick, dim, batch_size, name) for name, arg in kwargs.items()}
-
-
-def select_batch(tree: Any, indices: Tensor, dim: int = 0, batch_size: int | None = None) -> Any:
-    """The samples at `indices` (1-dim, int64), in that order and repeated as often as they are; else as `slice_batch`.
-
-    Example: ``select_batch((torch.arange(2), ["a", "b"]), torch.tensor([0, 1, 0]))`` gives
-    ``(tensor([0, 1, 0]), ["a", "b", "a"])``.
-
-    Raises:
-        ConfigError: a tensor has another size along `dim`; the message names its path.
-    """
-    size = batch_size_of(tree, dim) if batch_size is None else batch_size
-    chosen = indices.tolist()
-    pick = _Pick(
-        tensor=lambda tensor: tensor.index_select(dim, indices.to(tensor.device)),
-        sequence=lambda sequence: [sequence[index] for index in chosen],
-    )
-    return _cut(tree, pick, dim, size, "")
-
-
-class _Pick(NamedTuple):
-    """How samples are picked from a tensor, and from a sequence of one leaf a sample."""
-
-    tensor: Callable[[Tensor], Tensor]
-    sequence: Callable[[Sequence[Any]], list[Any]]
-
-
-def _cut(tree: Any, pick: _Pick, dim: int, batch_size: int, path: str) -> Any:
-    if isinstance(tree, Tensor):
-        if not _has_dim(tree, dim):
-            return tree
-        if tree.size(dim) != batch_size:
-            raise ConfigError(
-                f"{_name(path)} has size {tree.size(dim)} along dimension {dim} (shape {tuple(tree.shape)}): expected "
-                f"{batch_size}, the samples of the batch. Give it one entry a sample; what all samples share, pass as a "
-                "0-dim tensor or keep inside the model."
-            )
-        return pick.tensor(tree)
-    children = _children(tree)
-    if children is None:
-        return tree
-    if _is_one_leaf_a_sample(tree, batch_size):
-        return _rebuild(tree, pick.sequence(tree))
-    return _rebuild(tree, [_cut(child, pick, dim, batch_size, path + step) for step, child in children], path)
-
-
-def _is_one_leaf_a_sample(tree: Any, batch_size: int) -> bool:
-    if not isinstance(tree, list | tuple) or _is_record(tree):
-        return False
-    return 1 < batch_size == len(tree) and not any(
-        isinstance(element, Tensor | torch.Size) or _children(element) is not None for element in tree
-    )
-
-
-def _is_setting(sequence: Sequence[Any]) -> bool:
-    return isinstance(sequence, tuple) and all(isinstance(element, int | float) for element in sequence)
+    return _zip(function, list(trees), "", whole)
 
 
 def _map(function: Callable[[Any], Any], tree: Any, path: str = "") -> Any:
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         return function(tree)
-    return _rebuild(tree, [_map(function, child, path + step) for step, child in children], path)
+    return rebuild_like(tree, [_map(function, child, path + step) for step, child in children], path)
 
 
 def _collect(tree: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         leaves.append((path, tree))
         return
@@ -207,13 +88,17 @@ def _collect(tree: Any, path: str, leaves: list[tuple[str, Any]]) -> None:
         _collect(child, path + step, leaves)
 
 
-def _zip(function: Callable[[str, list[Any]], Any], trees: list[Any], path: str) -> Any:
+def _zip(
+    function: Callable[[str, list[Any]], Any], trees: list[Any], path: str, whole: Callable[[str, list[Any]], Any]
+) -> Any:
     first = trees[0]
-    expected = _children(first)
+    expected = children_of(first)
+    if expected is not None and (made := whole(path, trees)) is not DESCEND:
+        return made
     steps = [] if expected is None else [step for step, _ in expected]
     rows: list[list[Any]] = []
     for index, tree in enumerate(trees):
-        children = _children(tree)
+        children = children_of(tree)
         if (children is None) != (expected is None) or (children is not None and type(tree) is not type(first)):
             raise _mismatch(path, index, type(first).__name__, type(tree).__name__)
         if children is None:
@@ -226,9 +111,8 @@ def _zip(function: Callable[[str, list[Any]], Any], trees: list[Any], path: str)
         rows.append([child for _, child in ordered])
     if expected is None:
         return function(path, trees)
-    return _rebuild(
-        first, [_zip(function, list(column), path + step) for step, *column in zip(steps, *rows, strict=True)], path
-    )
+    columns = zip(steps, *rows, strict=True)
+    return rebuild_like(first, [_zip(function, list(column), path + step, whole) for step, *column in columns], path)
 
 
 def _mismatch(path: str, index: int, expected: str, got: str) -> TypeError:
@@ -245,15 +129,7 @@ def _describe(tree: Any, steps: list[str]) -> str:
     return f"{type(tree).__name__} with {', '.join(steps) or 'nothing'}"
 
 
-def _name(path: str) -> str:
-    return path or "the tensor"
-
-
-def _has_dim(tensor: Tensor, dim: int) -> bool:
-    return -tensor.dim() <= dim < tensor.dim()
-
-
-def _is_record(tree: Any) -> bool:
+def is_record(tree: Any) -> bool:
     """A tuple whose positions have names: a named tuple, or a C one such as ``torch.return_types.max``."""
     return hasattr(tree, "_fields") or hasattr(tree, "n_sequence_fields")
 
@@ -265,7 +141,7 @@ def _field_names(tree: Any) -> list[str]:
     return [field.name for field in fields(tree) if hasattr(tree, field.name)]
 
 
-def _children(tree: Any) -> list[tuple[str, Any]] | None:
+def children_of(tree: Any) -> list[tuple[str, Any]] | None:
     """What a container holds, each with its step of the path; None for a leaf."""
     if isinstance(tree, Tensor | torch.Size | str | bytes):
         return None
@@ -282,8 +158,8 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _rebuild(tree: Any, children: list[Any], path: str = "") -> Any:
-    """A container like `tree` that holds `children`, given in the order of `_children`."""
+def rebuild_like(tree: Any, children: list[Any], path: str = "") -> Any:
+    """A container like `tree` that holds `children`, given in the order of `children_of`."""
     cls = type(tree)
     if cls in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "n_sequence_fields")):
         return cls(children)

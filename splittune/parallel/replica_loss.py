@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from splittune.parallel.replicas import replicate
 
 LossFunction = Callable[[Any, Any], Tensor]
 WeightFunction = Callable[[Any], Any]
+# What a mapping calls its targets, in the order they are looked for.
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,45 @@ class ReplicaLoss:
         if not isinstance(self.loss_fn, nn.Module):
             return dict.fromkeys(positions, self.loss_fn)
         return dict(zip(positions, replicate(self.loss_fn, link, positions), strict=True))
+
+    def arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments with the targets the last of the positional ones: what `loss_fn` gets, and the module not.
+
+        They are that in ``model(inputs, targets)``, the entry of that name in ``model(inputs, labels=targets)`` and
+        ``model(**batch)`` (`TARGET_KEYS`), and the only positional argument in ``model(targets, **inputs)``.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if len(args) >= 2:
+            return args, kwargs
+        key = next((key for key in TARGET_KEYS if key in kwargs), None)
+        if key is not None:
+            return (*args, kwargs[key]), {name: value for name, value in kwargs.items() if name != key}
+        if not (args and kwargs):
+            raise ConfigError(
+                f"the wrapper has a loss_fn and was called with {len(args)} positional arguments and {list(kwargs)}: "
+                "expected the model's inputs and then the targets, loss = model(inputs, targets), or targets named one of "
+                f"{list(TARGET_KEYS)}, loss = model(**batch)."
+            )
+        return args, kwargs
+
+    def weight_of_batch(self, batch: Any, num_samples: int) -> float:
+        """How much a loader's batch counts, ``(inputs, targets)`` or a mapping that names them.
+
+        Raises:
+            ConfigError: `weight_fn` finds no targets in it, or gave something other than a number of at least 0.
+        """
+        if self.weight_fn is None:
+            return float(num_samples)
+        if isinstance(batch, Mapping):
+            return self.weight_of(self.arranged((), dict(batch))[0][-1], num_samples)
+        if not isinstance(batch, tuple | list):
+            raise ConfigError(
+                f"weight_fn needs batches of inputs and targets, and this one is a {type(batch).__name__}: expected "
+                f"(inputs, targets), or a dict with one of {list(TARGET_KEYS)}."
+            )
+        return self.weight_of(self.arranged(tuple(batch), {})[0][-1], num_samples)
 
     def weight_of(self, targets: Any, num_samples: int) -> float:
         """How much a shard or a micro-batch with these targets counts.

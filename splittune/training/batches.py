@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from splittune.errors import ConfigError
-from splittune.parallel.nesting import batch_size_of, select_batch, slice_batch, tensors_of
+from splittune.parallel.nesting import tensors_of
+from splittune.parallel.samples import Samples, read_samples, select_batch, slice_batch
 
 # Enough to meet a long sequence in a shuffled loader, few enough to be read in a moment.
 NUM_BATCHES_READ = 8
@@ -27,17 +28,21 @@ class SampleBatch:
     batch_size: int
     loader_batch_size: int
     """Samples of the largest batch that was read: the loader's own size."""
+    are_listed: bool | None = None
+    """Whether its samples are in lists, one tensor or record each; None to see what the tensors' sizes say."""
 
     def micro_batch(self, num_samples: int) -> Any:
         """A batch of `num_samples`, nested as the loader's: its first samples, over again where it has fewer."""
         if num_samples <= self.batch_size:
-            return slice_batch(self.batch, 0, num_samples, batch_size=self.batch_size)
+            return slice_batch(self.batch, 0, num_samples, batch_size=self.batch_size, listed=self.are_listed)
         indices = torch.arange(num_samples) % self.batch_size
-        return select_batch(self.batch, indices, batch_size=self.batch_size)
+        return select_batch(self.batch, indices, batch_size=self.batch_size, listed=self.are_listed)
 
 
 def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> SampleBatch:
     """Read up to `num_batches` from `loader`, which is only iterated, and keep the most expensive.
+
+    Where a batch can be read in two ways, 16 images of 3 channels say, the loader's own batch size decides.
 
     Raises:
         ConfigError: the loader is a one-shot iterator (its batches would be lost to training), cannot be iterated, or is
@@ -53,19 +58,30 @@ def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> 
         raise ConfigError(
             f"loader is a {type(loader).__name__}, which cannot be iterated: expected a DataLoader or a list of batches."
         )
-    best: tuple[float, Any, int] | None = None
-    largest = 0
+    best: tuple[float, Any, Samples] | None = None
+    largest, expected, listed = 0, batch_size_given(loader), None
     for number, batch in enumerate(itertools.islice(loader, num_batches)):
         try:
-            size = batch_size_of(batch)
+            samples = read_samples(batch, expected=expected, listed=listed)
         except ConfigError as error:
             raise ConfigError(f"batch {number} of the loader: {error}") from error
+        size = samples.size
         if size == 0:
             raise ConfigError(f"batch {number} of the loader has 0 samples: expected at least 1. Drop empty batches.")
-        largest = max(largest, size)
+        largest, listed = max(largest, size), samples.are_listed if samples.is_certain else listed
         cost = sum(tensor.numel() for _, tensor in tensors_of(batch)) / size
-        if best is None or (cost, size) > (best[0], best[2]):
-            best = (cost, batch, size)
+        if best is None or (cost, size) > (best[0], best[2].size):
+            best = (cost, batch, samples)
     if best is None:
         raise ConfigError("the loader is empty: expected at least one batch. Check its data set and drop_last.")
-    return SampleBatch(batch=best[1], batch_size=best[2], loader_batch_size=largest)
+    _, batch, samples = best
+    return SampleBatch(batch=batch, batch_size=samples.size, loader_batch_size=largest, are_listed=samples.are_listed)
+
+
+def batch_size_given(loader: Any) -> int | None:
+    """The batch size that a loader says it has; None for one that says none."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(owner, "batch_size", None)
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size
+    return None

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from splittune.errors import ConfigError
+from splittune.parallel.replica_loss import TARGET_KEYS
 
-TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 # A forward with one of these, optional, computes its loss where it is given: transformers, nanoGPT. A choice: not "y",
 # which is a condition as often.
 LOSS_PARAMETERS = ("labels", "label", "targets", "target")

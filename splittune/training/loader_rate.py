@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from splittune.parallel.nesting import batch_size_of
+from splittune.parallel.samples import batch_size_of
+from splittune.training.batches import batch_size_given
 
 MEASURED_S = 1.0
 MAX_BATCHES_TIMED = 100
@@ -29,7 +30,7 @@ def measure_loader_rate(
     Worked: batches of 32 samples that come every 0.25 s are 128 samples/s.
     """
     kept = getattr(loader, "_iterator", None)  # a DataLoader's own, where it keeps its workers
-    batches = iter(loader)
+    batches, expected = iter(loader), batch_size_given(loader)
     try:
         for _ in range(max(1, getattr(loader, "num_workers", 0))):
             next(batches)
@@ -40,7 +41,7 @@ def measure_loader_rate(
             if batch is None:
                 break
             now_s = clock()
-            num_samples, num_batches = num_samples + batch_size_of(batch), num_batches + 1
+            num_samples, num_batches = num_samples + batch_size_of(batch, expected=expected), num_batches + 1
     except StopIteration:
         return None
     finally:

@@ -10,7 +10,8 @@ from typing import Any
 from splittune.config import SplitConfig
 from splittune.config.micro_batches import micro_batch_sizes_of
 from splittune.errors import ConfigError
-from splittune.parallel.nesting import batch_size_of, tensors_of
+from splittune.parallel.nesting import tensors_of
+from splittune.parallel.samples import batch_size_of
 from splittune.training import SampleBatch, TrainingTask
 
 # Batches that are trained first. More than one: where all are equally long, it takes a few steps
@@ -41,7 +42,7 @@ class RunBatches:
         """
         kept: list[tuple[float, int, Any]] = []
         for number, batch in enumerate(islice(self._round(), num_batches)):
-            size = batch_size_of(batch)
+            size = batch_size_of(batch, expected=self._split.global_batch_size)
             micro_batch_size = micro_batch_sizes_of(size, self._split)[0]
             cost = sum(tensor.numel() for _, tensor in tensors_of(batch)) / size * micro_batch_size
             kept = sorted([*kept, (-cost, number, batch)], key=lambda entry: entry[:2])[:NUM_LONGEST]
@@ -68,7 +69,8 @@ class RunBatches:
                 yield batch
             else:
                 ratio = self._split.global_batch_size / self._loader_batch_size
-                yield resized(batch, math.ceil(batch_size_of(batch) * ratio))
+                size = batch_size_of(batch, expected=self._loader_batch_size)
+                yield resized(batch, math.ceil(size * ratio), expected=self._loader_batch_size)
 
     def _check_size(self) -> tuple[str, ...]:
         split, wanted, found = self._split, self._task.global_batch_size, self._loader_batch_size
@@ -89,7 +91,10 @@ class RunBatches:
         return (note,)
 
 
-def resized(batch: Any, num_samples: int) -> Any:
-    """The batch's first samples, over again where it has fewer."""
-    size = batch_size_of(batch)
+def resized(batch: Any, num_samples: int, *, expected: int) -> Any:
+    """The batch's first samples, over again where it has fewer.
+
+    `expected` is the size of a full batch, which tells samples in lists from parts of one sample.
+    """
+    size = batch_size_of(batch, expected=expected)
     return SampleBatch(batch=batch, batch_size=size, loader_batch_size=size).micro_batch(num_samples)

@@ -77,7 +77,7 @@ def _try_evaluating(
             training.step(batch)
             state.read(hardware.memory())
             hardware.reset_peaks()
-            training.evaluate([resized(batch, size)] * 2)
+            training.evaluate([resized(batch, size, expected=config.split.global_batch_size)] * 2)
             memory = hardware.memory()
             allocated.append(tuple(each.peak_allocated_bytes for each in memory))
             state.read(memory)

@@ -158,7 +158,7 @@ class _Rehearsal:
         if at_once is None:
             micro_batches = [micro.batch for micro in self._config.micro_batches(batch)]
         else:
-            micro_batches = [resized(batch, at_once)]
+            micro_batches = [resized(batch, at_once, expected=self._config.split.global_batch_size)]
         # Over a whole validation set one output is still there when the next is made.
         if len(micro_batches) == 1:
             micro_batches *= 2

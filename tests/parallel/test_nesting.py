@@ -1,4 +1,4 @@
-"""Trees of tensors: containers keep their types, paths name places, batches are cut where they should be."""
+"""Trees of tensors: containers keep their types, paths name places."""
 
 from __future__ import annotations
 
@@ -7,116 +7,21 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from splittune.errors import ConfigError
-from splittune.parallel.nesting import (
-    batch_size_of,
-    leaves_of,
-    map_tensors,
-    select_batch,
-    slice_batch,
-    tensors_of,
-    zip_map,
-)
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-class Box(NamedTuple):
-    x0: int
-    y0: int
-    x1: int
-    y1: int
-
-
-@dataclass
-class Record:
-    left: Any
-    right: Any
-
-
-@dataclass(frozen=True)
-class FrozenRecord:
-    left: Any
-    right: Any
-
-
-@dataclass(frozen=True, slots=True)
-class SlottedRecord:
-    left: Any
-    right: Any
-
-
-@dataclass
-class ModelOutput(OrderedDict[str, Any]):
-    """As Hugging Face's are: fields that are not None are items too, and the two are kept in step."""
-
-    loss: Any = None
-    logits: Any = None
-
-    def __post_init__(self) -> None:
-        for name in ("loss", "logits"):
-            if getattr(self, name) is not None:
-                self[name] = getattr(self, name)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
+from splittune.parallel.nesting import leaves_of, map_tensors, tensors_of, zip_map
+from tests.parallel.trees import FrozenRecord, ModelOutput, Pair, Record, SlottedRecord, same, trees
 
 
 def add_one(tensor: Tensor) -> Tensor:
     return tensor + 1
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal in structure, types and leaves; tensors by value."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    mine, others = leaves_of(a), leaves_of(b)
-    if mine and mine[0][0] == "":
-        return bool(a == b)
-    return [path for path, _ in mine] == [path for path, _ in others] and all(
-        same(x, y) for (_, x), (_, y) in zip(mine, others, strict=True)
-    )
-
-
-plain_leaves = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.binary(max_size=2))
-tensor_leaves = st.integers(min_value=0, max_value=9).map(lambda value: torch.full((4, 2), value))
-
-
-def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    two = st.tuples(children, children)
-    return st.one_of(
-        st.lists(children, max_size=3),
-        st.lists(children, max_size=3).map(tuple),
-        st.dictionaries(st.text(max_size=2), children, max_size=3),
-        st.dictionaries(st.text(max_size=2), children, max_size=3).map(OrderedDict),
-        st.dictionaries(st.integers(0, 9), children, max_size=3).map(lambda items: defaultdict(list, items)),
-        st.dictionaries(st.text(max_size=2), children, max_size=3).map(UserDict),
-        two.map(lambda pair: Pair(*pair)),
-        two.map(lambda pair: Record(*pair)),
-        two.map(lambda pair: FrozenRecord(*pair)),
-        two.map(lambda pair: SlottedRecord(*pair)),
-        two.map(lambda pair: ModelOutput(*pair)),
-    )
-
-
-trees = st.recursive(st.one_of(plain_leaves, tensor_leaves), containers, max_leaves=12)
 
 
 # round trips
@@ -154,16 +59,6 @@ def test_zipping_copies_of_a_tree_meets_every_leaf_once(tree: Any) -> None:
 
     assert same(zip_map(first, [tree, map_tensors(torch.clone, tree)]), tree)
     assert met == [path for path, _ in leaves_of(tree)]
-
-
-@given(tree=trees, cuts=st.lists(st.integers(0, 4), max_size=3))
-def test_slices_put_together_again_are_the_batch(tree: Any, cuts: list[int]) -> None:
-    """Wherever a batch is cut, the tensors of its parts concatenate to the whole."""
-    edges = [0, *sorted(cuts), 4]
-    parts = [slice_batch(tree, start, stop, batch_size=4) for start, stop in pairwise(edges)]
-    of_parts = [[tensor for _, tensor in tensors_of(part)] for part in parts]
-    for index, (_, whole) in enumerate(tensors_of(tree)):
-        assert torch.equal(torch.cat([tensors[index] for tensors in of_parts]), whole)
 
 
 # containers
@@ -257,7 +152,7 @@ def test_a_cached_property_is_computed_anew() -> None:
 
     batch = Cached(torch.ones(4))
     assert batch.total == 4
-    assert slice_batch(batch, 0, 1).total == 1
+    assert map_tensors(lambda tensor: tensor[:1], batch).total == 1
 
 
 def test_subclasses_of_list_and_tuple_keep_type_and_attributes() -> None:
@@ -392,136 +287,3 @@ def test_zipping_no_tree_is_refused() -> None:
     """There is nothing to build without a tree."""
     with pytest.raises(ValueError, match="expected at least one"):
         zip_map(lambda path, leaves: leaves, [])
-
-
-# batch_size_of
-
-
-def test_the_batch_size_is_what_all_tensors_share() -> None:
-    """Tensors without the dimension are left out; the rest agree."""
-    tree = {"x": torch.zeros(8, 3), "scale": torch.tensor(2.0), "y": (torch.zeros(8), "name")}
-    assert batch_size_of(tree) == 8
-    assert batch_size_of({"x": torch.zeros(3, 8), "y": torch.zeros(3)}, dim=1) == 8
-    assert batch_size_of(torch.zeros(3, 8), dim=-1) == 8
-    assert batch_size_of(torch.zeros(0, 8)) == 0
-
-
-@pytest.mark.parametrize("tree", [{"x": "text"}, [], None, {"x": torch.tensor(1.0)}])
-def test_a_batch_with_no_tensor_is_refused(tree: Any) -> None:
-    """Without a tensor that has the dimension there is nothing to count, and the message says what was there."""
-    with pytest.raises(ConfigError, match=r"a batch with no tensor.*got .*Expected at least one tensor"):
-        batch_size_of(tree)
-
-
-def test_a_batch_of_scalars_lists_them() -> None:
-    """Tensors that lack the dimension are named with their shapes."""
-    with pytest.raises(ConfigError, match=re.escape("tensors with no dimension 1: ['x'] of shape (4,)")):
-        batch_size_of({"x": torch.zeros(4)}, dim=1)
-
-
-def test_sizes_that_differ_are_listed_by_path() -> None:
-    """Targets of another length than the inputs are refused with the size of each."""
-    batch = [torch.zeros(8, 3), {"labels": torch.zeros(7)}]
-    with pytest.raises(ConfigError, match=re.escape("size along dimension 0 differs: [0] has 8, [1]['labels'] has 7")):
-        batch_size_of(batch)
-
-
-# slice_batch
-
-
-def test_slice_batch_example() -> None:
-    """The docstring's worked number."""
-    numbers, letters = slice_batch((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)
-    assert (numbers.tolist(), letters) == ([1, 2], ["b", "c"])
-
-
-def test_a_slice_is_a_view() -> None:
-    """Nothing is copied: a part's tensors share the batch's storage."""
-    whole = torch.arange(6)
-    assert slice_batch({"x": whole}, 2, 4)["x"].data_ptr() == whole[2:].data_ptr()
-
-
-def test_what_belongs_to_no_sample_passes() -> None:
-    """0-dim tensors, numbers, strings and sizes are shared by all parts."""
-    scale, size = torch.tensor(2.0), torch.Size([4, 4, 4, 4])
-    part = slice_batch({"x": torch.zeros(4), "scale": scale, "n": 4, "name": "abcd", "size": size}, 0, 1)
-    assert part["scale"] is scale
-    assert part["size"] is size
-    assert (part["n"], part["name"]) == (4, "abcd")
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"),
-    [
-        (["a", "b", "c", "d"], ["b", "c"]),
-        (("a", None, 2, Path("d")), (None, 2)),
-        ([b"a", 1.5, "c", None], [1.5, "c"]),
-        (["a", "b", "c"], ["a", "b", "c"]),
-        ([["a", "b", "c", "d"], 1], [["b", "c"], 1]),
-        ([[1], [2], [3], [4]], [[1], [2], [3], [4]]),
-        (Box(1, 2, 3, 4), (1, 2, 3, 4)),
-    ],
-)
-def test_a_list_of_one_leaf_a_sample_is_sliced_and_no_other(samples: Any, expected: Any) -> None:
-    """A list or tuple is cut if it has one plain leaf a sample; of another length, nested or named, it is not."""
-    part = slice_batch({"x": torch.zeros(4), "samples": samples}, 1, 3)["samples"]
-    assert part == expected
-    assert type(part) is type(samples)
-
-
-def test_a_list_is_not_sliced_in_a_batch_of_one() -> None:
-    """With one sample a list of one element says nothing about samples, and passes."""
-    assert slice_batch([torch.zeros(1), ["only"]], 0, 0)[1] == ["only"]
-
-
-def test_tensors_are_cut_along_the_dimension_asked_for() -> None:
-    """`dim` may be another than 0, also counted from the end; tensors without it pass."""
-    tree = {"x": torch.arange(6).view(2, 3), "bias": torch.zeros(2)}
-    assert slice_batch(tree, 1, 2, dim=1)["x"].tolist() == [[1], [4]]
-    assert slice_batch(tree["x"], 1, 2, dim=-1).tolist() == [[1], [4]]
-
-
-def test_a_tensor_of_another_size_is_refused_by_name() -> None:
-    """The message has the path, the size, the shape, what was expected and what to do."""
-    with pytest.raises(ConfigError) as caught:
-        slice_batch({"x": torch.zeros(4), "mask": torch.zeros(7, 7)}, 0, 2, batch_size=4)
-    for part in ("['mask'] has size 7 along dimension 0", "(shape (7, 7))", "expected 4", "0-dim tensor"):
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 5)])
-def test_a_slice_beyond_the_batch_is_refused(start: int, stop: int) -> None:
-    """Positions outside the batch are an error, never silently clipped."""
-    with pytest.raises(ValueError, match="expected 0 <= start <= stop <= 4"):
-        slice_batch(torch.zeros(4), start, stop)
-
-
-@given(tree=trees, chosen=st.lists(st.integers(0, 3), max_size=6))
-def test_selected_samples_are_the_slices_of_one(tree: Any, chosen: list[int]) -> None:
-    """Selecting samples, in any order and repeated, is putting together slices of one sample each."""
-    selected = tensors_of(select_batch(tree, torch.tensor(chosen, dtype=torch.int64), batch_size=4))
-    slices = [tensors_of(slice_batch(tree, index, index + 1, batch_size=4)) for index in chosen]
-    for place, (_, tensor) in enumerate(selected):
-        assert tensor.shape[0] == len(chosen)
-        assert all(torch.equal(tensor[row], part[place][1][0]) for row, part in enumerate(slices))
-
-
-def test_select_batch_example() -> None:
-    """The docstring's worked number: strings of the samples are selected along with them."""
-    numbers, letters = select_batch((torch.arange(2), ["a", "b"]), torch.tensor([0, 1, 0]))
-    assert (numbers.tolist(), letters) == ([0, 1, 0], ["a", "b", "a"])
-
-
-def test_selecting_refuses_a_tensor_of_another_size() -> None:
-    """The tensor that has no entry for every sample is named."""
-    with pytest.raises(ConfigError, match=re.escape("['mask'] has size 7 along dimension 0")):
-        select_batch({"x": torch.zeros(4), "mask": torch.zeros(7)}, torch.tensor([0]), batch_size=4)
-
-
-def test_gradients_flow_through_a_slice_and_a_map() -> None:
-    """A sliced and mapped tree is still connected to the tensors it came from."""
-    x = torch.ones(4, requires_grad=True)
-    part = map_tensors(lambda tensor: tensor * 3, slice_batch({"x": x}, 1, 3))
-    part["x"].sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0, 3, 3, 0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import OrderedDict, UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,8 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  as everybody writes it
 
+from splittune.errors import ConfigError
 from splittune.parallel import BalancedDataParallel
-from splittune.parallel.outputs import combine_outputs
+from splittune.parallel.outputs import Joiner
 from tests.parallel.models import CPU, Call, ThreadedLink, assert_same, mlp, vectors
 
 
@@ -29,7 +32,8 @@ def wrap(function: Callable[..., Any], *shard_sizes: int, dim: int = 0) -> Balan
 
 
 def combine(*outputs: Any, shard_sizes: tuple[int, ...] = (1, 2), dim: int = 0) -> Any:
-    return combine_outputs(outputs, shard_sizes, ThreadedLink(len(outputs)), CPU, dim)
+    link = ThreadedLink(len(outputs))
+    return Joiner(shards=shard_sizes, weights=shard_sizes, link=link, place=CPU, dim=dim).join(outputs)
 
 
 class Pair(NamedTuple):
@@ -246,3 +250,254 @@ def test_gradients_flow_through_joined_outputs_alone() -> None:
     assert left.grad is not None
     assert left.grad.tolist() == [[0, 1]]
     assert right.grad is None
+
+
+# rows that are samples, and rows that are not
+
+
+@given(
+    shards=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
+    per_sample=st.integers(1, 3),
+    width=st.integers(1, 4),
+)
+def test_any_number_of_rows_a_sample_is_joined(shards: list[int], per_sample: int, width: int) -> None:
+    """Tokens flattened out of their sequences come back in order, as many a sample as they are, however wide."""
+    tokens = torch.arange(sum(shards) * per_sample * width).view(sum(shards), per_sample, width)
+    model = wrap(lambda module, x: x.reshape(-1, width), *shards)
+    assert torch.equal(model(tokens), tokens.reshape(-1, width))
+
+
+@pytest.mark.parametrize("shards", [(2, 2), (1, 3), (3, 3, 3), (1, 1)])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LSTM(3, 5, batch_first=True, num_layers=4),
+        nn.GRU(3, 5, batch_first=True, bidirectional=True, num_layers=2),
+        Call(lambda module, x: torch.zeros(5, len(x), 3, 4, 5) * module.scale),
+        Call(lambda module, x: torch.stack([x.mean()] * 5) * module.scale),
+        Call(lambda module, x: x.mean(0, keepdim=True) * module.scale),
+    ],
+    ids=["LSTM", "GRU", "presents", "five losses", "mean of the features"],
+)
+def test_rows_that_are_no_samples_are_refused_whatever_the_shards(module: nn.Module, shards: tuple[int, ...]) -> None:
+    """As many rows from each card, whatever its samples: no order of the whole batch. The message says what to do."""
+    model = BalancedDataParallel(module=module, shard_sizes=shards, device_ids=["cpu"] * len(shards))
+    one_each = max(shards) == 1  # then it may be one row, or five, of each card's single sample
+    if one_each and isinstance(module, Call):
+        model(torch.randn(sum(shards), 6, 3))
+        return
+    with pytest.raises(TypeError, match=r"not one row a sample at|cannot be joined at"):
+        model(torch.randn(sum(shards), 6, 3))
+
+
+def test_the_refusal_says_where_the_samples_lie() -> None:
+    """The path, all shapes, the shards, and the dimension that is as long as a shard."""
+    with pytest.raises(TypeError) as caught:
+        combine({"h": torch.zeros(4, 2, 5)}, {"h": torch.zeros(4, 2, 5)}, shard_sizes=(2, 2))
+    for part in ("['h']", "[(4, 2, 5), (4, 2, 5)]", "shards of [2, 2] samples", "lie along dimension 1", "0-dim means"):
+        assert part in str(caught.value)
+
+
+def test_experts_probabilities_are_rows_however_many_experts() -> None:
+    """(tokens, experts) of equal shards of as many samples as experts: flattened tokens, and joined."""
+    assert combine(torch.zeros(8 * 5, 8), torch.zeros(8 * 5, 8), shard_sizes=(8, 8)).shape == (80, 8)
+
+
+# one number a replica
+
+
+@given(shards=st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(lambda shards: max(shards) > 1))
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_loss_with_a_dimension_is_weighed_as_one_without(shape: tuple[int, ...], shards: list[int]) -> None:
+    """``loss.unsqueeze(0)``, as nn.DataParallel's users return it, then ``.mean()``: value and gradient of one device."""
+    x = vectors(sum(shards))
+    model = wrap(lambda module, part: (module.scale * part).square().mean().view(shape), *shards)
+    loss = model(x)
+    assert loss.shape == shape
+    loss.mean().backward()
+    scale = model.unwrap().scale
+    torch.testing.assert_close(loss.view(()), x.square().mean())
+    torch.testing.assert_close(scale.grad, 2 * x.square().mean())
+
+
+def test_a_row_of_each_cards_single_sample_is_its_own() -> None:
+    """Where every card has one sample, one number each is one row a sample, and is joined."""
+    assert combine(torch.ones(1), torch.zeros(1), shard_sizes=(1, 1)).tolist() == [1, 0]
+
+
+def test_counts_with_a_dimension_are_listed() -> None:
+    """``correct.sum().unsqueeze(0)``: one entry a replica, whose sum is the whole batch's."""
+    assert combine(torch.tensor([3]), torch.tensor([5]), shard_sizes=(4, 8)).tolist() == [3, 5]
+
+
+# lists of one entry a sample
+
+
+@given(num_boxes=st.lists(st.integers(0, 3), min_size=1, max_size=8), data=st.data())
+def test_lists_in_and_lists_out(num_boxes: list[int], data: st.DataObject) -> None:
+    """However images are spread, the entry of each comes back in its place, as one device gives it."""
+    images = [torch.full((3, 4, n + 1), float(n)) for n in num_boxes]
+    targets = [{"boxes": torch.full((n, 4), float(n)), "name": str(n)} for n in num_boxes]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(images)), max_size=3)))
+    shards = [after - before for before, after in pairwise([0, *cuts, len(images)])]
+
+    def detect(images: list[Tensor], targets: list[dict[str, Any]]) -> Any:
+        found = [
+            {"boxes": t["boxes"] + i.mean(), "labels": torch.zeros(len(t["boxes"]))} for i, t in zip(images, targets)
+        ]
+        return found, [i.mean((1, 2)) for i in images], [t["name"] for t in targets]
+
+    model = wrap(lambda module, *args: detect(*args), *shards)
+    model.lists_samples = True  # as earlier batches have told
+    got, expected = model(images, targets), detect(images, targets)
+    assert len(got[0]) == len(got[1]) == len(images)
+    torch.testing.assert_close(got[:2], expected[:2])
+    if len(set(filter(None, shards))) > 1 or len(set(num_boxes)) > 1 or len(list(filter(None, shards))) == 1:
+        assert got[2] == expected[2]
+
+
+@pytest.mark.parametrize("shards", [(2, 2), (1, 3), (1, 1, 1, 1), (4, 0)])
+def test_a_dict_for_each_row_of_a_tensor(shards: tuple[int, ...]) -> None:
+    """Stacked images in, one dict an image out: as many entries as images, in order."""
+    got = wrap(lambda module, x: [{"score": row[None] * module.scale} for row in x], *shards)(torch.arange(4.0))
+    assert [entry["score"].tolist() for entry in got] == [[0], [1], [2], [3]]
+
+
+def test_a_dict_of_losses_is_averaged() -> None:
+    """Detection in training: each loss is a mean over images."""
+    images = [torch.full((n + 1, 2), float(n)) for n in range(4)]
+    losses = wrap(lambda module, x: {"box": torch.stack([i.mean() for i in x]).mean() * module.scale}, 1, 3)(images)
+    assert losses["box"].item() == 1.5
+
+
+def test_lists_of_stacked_tensors_stay_what_they_are() -> None:
+    """Two layers of states from shards of two samples: the lists are layers, whatever they are as long as."""
+    layers = wrap(lambda module, x: ([x, x + 1], [{"x": x}, {"x": x + 1}]), 2, 2)(torch.arange(4.0))
+    assert [layer.tolist() for layer in layers[0]] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert [layer["x"].tolist() for layer in layers[1]] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+
+
+# caches, and other objects of tensors
+
+
+class Cache:
+    """As transformers' are: layers of keys and values, made of what iterating over one gives."""
+
+    def __init__(self, layers: Any = ()) -> None:
+        self.layers = [tuple(layer) for layer in layers]
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def get_seq_length(self) -> int:
+        return self.layers[0][0].size(1) if self.layers else 0
+
+    def update(self, keys: Tensor, values: Tensor) -> None:
+        before = self.layers.pop() if self.layers else (keys[:, :0], values[:, :0])
+        self.layers.append((torch.cat([before[0], keys], 1), torch.cat([before[1], values], 1), torch.tensor(7)))
+
+
+def remember(module: nn.Module, x: Tensor, past: Cache | None = None) -> dict[str, Any]:
+    past = Cache() if past is None else past
+    past.update(x * module.scale, x + 1)
+    return {"total": past.layers[0][0].sum(1), "past": past}
+
+
+@pytest.mark.parametrize("shards", [(1, 3), (2, 2), (1, 1, 1, 1)])
+def test_a_cache_is_joined_and_taken_up_again(shards: tuple[int, ...]) -> None:
+    """Where no gradients are recorded: tokens one after another give what one device gives, settings kept."""
+    model, x = wrap(remember, *shards), torch.randn(4, 3)
+    with torch.no_grad():
+        first = model(x)
+        second = model(x, past=first["past"])
+    assert second["past"].get_seq_length() == 6
+    torch.testing.assert_close(second["total"], 2 * x.sum(1))
+    assert second["past"].layers[0][2].item() == 7
+
+
+def test_a_training_step_leaves_caches_out() -> None:
+    """GPU 0 holds no cache that nobody asked for; whoever does is told how to get one, and nothing is silently None."""
+    output = wrap(remember, 1, 3)(torch.randn(4, 3))
+    output["total"].sum().backward()
+    left = output["past"]
+    message = "left out.*Under torch.no_grad.. it is joined.*begin with an empty one"
+    for use in (
+        lambda: left.get_seq_length,
+        lambda: list(left),
+        lambda: len(left),
+        lambda: left[0],
+        lambda: bool(left),
+        lambda: wrap(remember, 1, 3)(torch.randn(4, 3), past=left),
+    ):
+        with pytest.raises((AttributeError, TypeError), match=message):
+            use()
+    assert repr(copy.deepcopy(left)) == repr(left)
+    assert repr(left) == "LeftOutCache()"
+
+
+def test_a_cache_that_is_given_comes_back_with_its_gradient() -> None:
+    """Training through a cache begins with an empty one: the gradient is that of one device."""
+    x = torch.randn(4, 3)
+    model = wrap(remember, 1, 3)
+    model(x, past=model(x, past=Cache())["past"])["total"].sum().backward()
+    torch.testing.assert_close(model.unwrap().scale.grad, 2 * x.sum())
+
+
+@pytest.mark.parametrize("shards", [(1, 3), (0, 4)])
+def test_a_gradient_that_comes_back_through_any_object_arrives(shards: tuple[int, ...]) -> None:
+    """Tensors inside an object that is no container keep what their backward needs, with one active card as well."""
+    x = torch.randn(4, 3)
+
+    def inside(module: nn.Module, x: Tensor) -> Any:
+        kept = Several([x * module.scale])
+        return kept if shards[0] else SimpleNamespace(several=kept)
+
+    model = wrap(inside, *shards)
+    output = model(x)
+    (output if shards[0] else output.several).items[0].sum().backward()
+    torch.testing.assert_close(model.unwrap().scale.grad, x.sum())
+
+
+class Fixed(Cache):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.layers = [(torch.zeros(4, size), None)]
+
+
+def test_a_cache_of_another_make_is_refused() -> None:
+    """What cannot be made of its items is told before any replica shares it with another."""
+    with pytest.raises(ConfigError, match=r"a Fixed cannot be split over devices or joined.*use_cache=False"):
+        wrap(remember, 1, 3)(torch.randn(4, 3), past=Fixed(9))
+
+
+class Several:
+    """Neither a list nor a dict: iterated over, and made of its items."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
+def test_what_dataparallel_would_join_is_joined() -> None:
+    """An object that is made of its items, tensors and means among them."""
+    got = wrap(lambda module, x: Several([x, {"mean": x.mean()}]), 1, 3)(torch.arange(4.0))
+    assert isinstance(got, Several)
+    assert got.items[0].tolist() == [0, 1, 2, 3]
+    assert got.items[1]["mean"].item() == 1.5
+
+
+def test_what_cannot_be_made_again_is_refused() -> None:
+    """An object of tensors whose class takes something else is named, with what it raised."""
+
+    class Keyed(Several):
+        def __init__(self, *, items: Any) -> None:
+            super().__init__(items)
+
+    with pytest.raises(TypeError, match=r"a Keyed holds tensors, and Keyed.items. raised"):
+        wrap(lambda module, x: Keyed(items=[x]), 1, 3)(torch.arange(4.0))

@@ -81,7 +81,7 @@ class ByName(nn.Module):
         super().__init__()
         self.net = net()
 
-    def forward(self, *, x: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         output: Tensor = self.net(x) * scale
         return output
 
@@ -122,6 +122,38 @@ def test_a_mean_over_tokens_is_exact_with_a_weight_function(sizes: list[int], ig
     total = torch.zeros(())
     for micro in accumulate(wrapped, cut_batch((inputs, targets), split, wrapped.weight_of)):
         loss = wrapped(*micro.batch) * micro.weight
+        loss.backward()
+        total += loss.detach()
+    assert torch.allclose(total, expected, rtol=1e-5)
+    assert_same(gradients(model), theirs)
+
+
+CALLS: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    "dict": lambda model, batch: model(**batch),
+    "the tuner's way": lambda model, batch: model(batch["labels"], x=batch["x"]),
+    "targets by name": lambda model, batch: model(batch["x"], labels=batch["labels"]),
+    "positional": lambda model, batch: model(batch["x"], batch["labels"]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_batches_of_dicts_are_weighed_by_tokens_too(call: Callable[[nn.Module, Any], Tensor]) -> None:
+    """However the targets are handed over, and with dicts cut into micro-batches, it is one device's gradient."""
+    inputs, targets = batch_of(24)
+    targets[[0, 1, 2, 3, 4, 5, 9]] = IGNORED
+    expected, theirs = on_one_device(functional.cross_entropy, inputs, targets)
+    model = ByName()
+    split = BatchSplit.even(global_batch_size=24, accumulation_steps=3, num_devices=3)
+    wrapped = BalancedDataParallel(
+        module=model,
+        shard_sizes=split.shard_sizes,
+        device_ids=["cpu"] * 3,
+        loss_fn=functional.cross_entropy,
+        weight_fn=lambda targets: (targets != IGNORED).sum(),
+    )
+    batch, total = {"x": inputs, "labels": targets}, torch.zeros(())
+    for micro in accumulate(wrapped, cut_batch(batch, split, wrapped.weight_of)):
+        loss = call(wrapped, micro.batch) * micro.weight
         loss.backward()
         total += loss.detach()
     assert torch.allclose(total, expected, rtol=1e-5)
@@ -205,6 +237,10 @@ def test_misuse_is_told() -> None:
     )
     with pytest.raises(ConfigError, match="weight_fn gave 'many': expected one number"):
         wrapped(inputs, targets)
+    with pytest.raises(ConfigError, match=r"expected \(inputs, targets\), or a dict with one of \['labels'"):
+        wrapped.weight_of(inputs, 4)
+    with pytest.raises(ConfigError, match=r"or targets named one of \['labels'.*loss = model\(\*\*batch\)"):
+        wrapped(x=inputs, z=targets)
     with pytest.raises(ConfigError, match="weight_fn is given without loss_fn"):
         BalancedDataParallel(1, net(), ["cpu"] * 2, weight_fn=len)
 
