@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from operator import is_
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -50,11 +51,18 @@ def _entries_of(container: dict[Any, Any] | list[Any] | deque[Any]) -> list[Any]
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
 
 
+def _is_plain(value: object) -> bool:
+    """An object with attributes of its own, a config say, that is no code and is not kept otherwise."""
+    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type | ModuleType)
+
+
 class SavedModule:
     """The attributes of a module, train or eval mode among them, its tensors and modules by name; its hooks."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.attributes = SavedAttributes(module)
+        # Among the objects it holds is its config, which a first forward may complete
+        held = [value for value in vars(module).values() if _is_plain(value)]
+        self.attributes = [SavedAttributes(owner) for owner in (module, *held)]
         named: tuple[Any, ...] = (
             *(module._parameters, module._buffers, module._modules),
             *hook_tables_of(module).values(),
@@ -62,7 +70,8 @@ class SavedModule:
         self.named = [(current, dict(current)) for current in named]
 
     def restore(self) -> None:
-        self.attributes.restore()
+        for owner in self.attributes:
+            owner.restore()
         # Moving a module replaces its buffers by new tensors, and a forward pass may assign new ones or install hooks
         for current, saved in self.named:
             if list(current) != list(saved) or any(current[name] is not saved[name] for name in saved):

@@ -343,7 +343,8 @@ def test_lists_in_and_lists_out(num_boxes: list[int], data: st.DataObject) -> No
 
     def detect(images: list[Tensor], targets: list[dict[str, Any]]) -> Any:
         found = [
-            {"boxes": t["boxes"] + i.mean(), "labels": torch.zeros(len(t["boxes"]))} for i, t in zip(images, targets)
+            {"boxes": t["boxes"] + i.mean(), "labels": torch.zeros(len(t["boxes"]))}
+            for i, t in zip(images, targets, strict=True)
         ]
         return found, [i.mean((1, 2)) for i in images], [t["name"] for t in targets]
 

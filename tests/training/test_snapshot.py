@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -234,6 +235,18 @@ def test_hooks_are_those_that_were_there() -> None:
     restore(snapshot)
     model(torch.randn(4, 4)).backward()
     assert fired == ["first", "second"]
+
+
+def test_a_config_that_a_first_forward_completes_is_as_it_was() -> None:
+    """What a module's own object notes of a trial is forgotten: of the labels' kind, say."""
+    model, _, loader = job()
+    model.settings = SimpleNamespace(kind=None, layers=[1, 2])
+    layers = model.settings.layers
+    snapshot = Snapshot(model, None, loader)
+    model.settings.kind, model.settings.layers, model.settings.late = "classes", [3], True
+    restore(snapshot)
+    assert vars(model.settings) == {"kind": None, "layers": [1, 2]}
+    assert model.settings.layers is layers
 
 
 def test_a_sparse_gradient_comes_back() -> None:
