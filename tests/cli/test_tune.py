@@ -54,7 +54,7 @@ def test_quiet_shows_the_result_only(run: Run) -> None:
     assert ended.code == 0
     assert HEADER not in ended.out
     assert "AdamW" not in ended.out
-    assert "tuned split" in ended.out
+    assert "samples per GPU" in ended.out
 
 
 def test_verbose_tells_why_each_split_was_tried(run: Run, tmp_path: Path) -> None:
