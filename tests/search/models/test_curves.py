@@ -24,7 +24,9 @@ def at(curve: Curve, *shares: float) -> list[float]:
 
 
 def test_the_worked_example() -> None:
-    """2 ms of floor, 1 ms a sample and a knee of 4 make 6 ms up to 4 samples and 10 ms for 8; no share takes no time."""
+    """2 ms of floor, 1 ms a sample and a knee of 4 make 6 ms up to 4 samples and 10 ms for 8; no
+    share takes no time.
+    """
     curve = Curve(0.002, 0.001, 4.0, np.array([1.0]), np.zeros(1))
     assert at(curve, 0, 1, 4, 8) == pytest.approx([0, 0.006, 0.006, 0.010])
 
@@ -42,7 +44,9 @@ def test_lines_are_recovered_exactly(floor_s: float, slope_s: float, shares: lis
 
 
 def test_a_knee_is_found_where_a_straight_line_does_not_do() -> None:
-    """Shares below 16 that all take as long as 16 show a knee there, and larger ones are on the line behind it."""
+    """Shares below 16 that all take as long as 16 show a knee there, and larger ones are on the
+    line behind it.
+    """
     shares = [1.0, 2.0, 8.0, 16.0, 64.0, 128.0]
     curve = fitted(shares, [0.004 + 0.001 * max(share, 16) for share in shares])
     assert curve.knee == pytest.approx(16, rel=0.5)
@@ -56,7 +60,9 @@ def test_a_knee_is_found_where_a_straight_line_does_not_do() -> None:
     noise=st.sampled_from([0.0, NOISE]),
 )
 def test_a_knee_is_found_exactly(floor_s: float, slope_s: float, knee: float, noise: float) -> None:
-    """Wherever it lies between two shares: it is where the flat of the smaller ones meets the line of the larger."""
+    """Wherever it lies between two shares: it is where the flat of the smaller ones meets the line
+    of the larger.
+    """
     shares = [1.0, 4.0, 64.0, 96.0, 128.0]
     curve = fitted(shares, [floor_s + slope_s * max(share, knee) for share in shares], noise)
     if floor_s + slope_s * 128 > 1.2 * (floor_s + slope_s * knee):
@@ -66,7 +72,9 @@ def test_a_knee_is_found_exactly(floor_s: float, slope_s: float, knee: float, no
 
 
 def test_of_a_single_share_most_is_taken_for_floor() -> None:
-    """One share alone cannot tell a floor from a slope: it is met exactly, and others are in much doubt."""
+    """One share alone cannot tell a floor from a slope: it is met exactly, and others are in much
+    doubt.
+    """
     curve = fitted([4.0, 4.0], [0.010, 0.010])
     assert at(curve, 4, 8) == pytest.approx([0.010, 0.014])
     (doubt,) = curve.doubt(np.array([8.0]))
@@ -79,7 +87,9 @@ def test_nothing_measured_is_no_curve() -> None:
 
 
 def test_deviations_are_followed_where_they_were_measured() -> None:
-    """A tile that makes 33 to 64 samples slow is met at the shares that were measured, and in between by their neighbours."""
+    """A tile that makes 33 to 64 samples slow is met at the shares that were measured, and in
+    between by their neighbours.
+    """
     shares = [8.0, 16.0, 32.0, 48.0, 64.0]
     times = [0.008, 0.016, 0.032, 0.064, 0.064]
     curve = fitted(shares, times)
@@ -124,7 +134,9 @@ def test_a_ratio_stands_for_a_card_of_another_speed() -> None:
 
 @pytest.mark.parametrize("tile", [4, 8, 32])
 def test_tiles_are_learned_from_a_few_shares(tile: int) -> None:
-    """Where part of a tile is paid like a whole one, shares never measured are foretold on both sides of its edges."""
+    """Where part of a tile is paid like a whole one, shares never measured are foretold on both
+    sides of its edges.
+    """
 
     def truth(share: float) -> float:
         return 0.002 + 0.0005 * share + 0.001 * tile * np.ceil(share / tile)
@@ -145,7 +157,9 @@ def test_tiles_that_explain_nothing_are_left_out() -> None:
 
 
 def test_a_curve_is_well_known_when_shares_to_spare_lie_on_it() -> None:
-    """Three shares on a line may lie there by chance, four do not; and a share that is off is to be explained."""
+    """Three shares on a line may lie there by chance, four do not; and a share that is off is to be
+    explained.
+    """
     line = {share: 0.01 + 0.002 * share for share in (1.0, 3.0, 8.0, 11.0)}
     assert fitted(list(line), list(line.values())).is_well_known(NOISE)
     assert not fitted(list(line)[:3], list(line.values())[:3]).is_well_known(NOISE)

@@ -19,7 +19,9 @@ def runs_of(problem: Problem, *splits: tuple[int, tuple[int, ...]]):
 
 
 def test_shares_outputs_and_gradients_that_stay_are_told_apart() -> None:
-    """Trials at several sizes and numbers of steps give the cost of a sample, and of one of the micro-batch, exactly."""
+    """Trials at several sizes and numbers of steps give the cost of a sample, and of one of the
+    micro-batch, exactly.
+    """
     problem = Problem(B=48, num_devices=3, sample_mib=2.0, output_mib=0.5, gradients_mib=7.0, fixed_mib=10.0)
     runs = runs_of(problem, (12, (2, 1, 1)), (6, (2, 3, 3)), (2, (4, 10, 10)), (1, (16, 16, 16)), (1, (4, 22, 22)))
     grown = growth_of(runs)

@@ -20,7 +20,9 @@ def line(slope_s: float, floor_s: float = 0.0) -> Curve:
 
 
 def test_the_worked_example() -> None:
-    """3 steps of 10 samples over 2 devices: 3 micro-steps, 30 samples, 6 device micro-steps, 1 step, 1 reduce."""
+    """3 steps of 10 samples over 2 devices: 3 micro-steps, 30 samples, 6 device micro-steps, 1
+    step, 1 reduce.
+    """
     told = counts(3, 4, 6)
     assert told.matrix.tolist() == [[3, 30, 6, 1, 1]]
     assert (told.micro_steps.tolist(), told.active_devices.tolist()) == ([3], [2])
@@ -54,7 +56,9 @@ def test_a_step_takes_as_long_as_its_slowest_device_or_the_host() -> None:
 
 
 def test_fewer_devices_are_hoped_to_pay_less_of_what_seems_constant() -> None:
-    """1 s a micro-step may be 0.5 s for each of two devices, and the update's 7 s those of the second one."""
+    """1 s a micro-step may be 0.5 s for each of two devices, and the update's 7 s those of the
+    second one.
+    """
     shared = Hypothesis(curves=(line(1.0), line(1.0)), costs=COSTS, most_host_s_per_device=20.0)
     alone, slowest_s = counts(2, 8, 0), np.array([8.0])
     assert shared.step_s(alone, slowest_s) == pytest.approx([2 * 8 + 2 * 1.01 + 7])
@@ -62,7 +66,9 @@ def test_fewer_devices_are_hoped_to_pay_less_of_what_seems_constant() -> None:
 
 
 def test_what_no_curve_explains_may_be_the_hosts() -> None:
-    """Where a host that needs 3 s for each of two devices explains all, a single one waits for 3 s alone."""
+    """Where a host that needs 3 s for each of two devices explains all, a single one waits for 3 s
+    alone.
+    """
     free = Hypothesis(curves=(line(0.1), line(0.1)), most_host_s_per_device=3.0)
     waiting = replace(free, costs=StepCosts(per_micro_step_s=20.0, per_step_s=1.0))
     hoped = waiting.optimistic_step_s(counts(2, 8, 0), np.array([0.8]))

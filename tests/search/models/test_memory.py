@@ -30,7 +30,9 @@ def truth_of(problem: Problem, wanted: Sequence[BatchSplit]) -> np.ndarray:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Problem:
-    """Any job whose memory is affine per phase, with cards of one kind or two, and room for all of it."""
+    """Any job whose memory is affine per phase, with cards of one kind or two, and room for all of
+    it.
+    """
     num_devices = draw(st.integers(1, 4))
     common = {
         "parameters": float(draw(st.integers(1, 2000))),
@@ -54,7 +56,9 @@ def jobs(draw: st.DrawFn) -> Problem:
 
 @st.composite
 def ascending(draw: st.DrawFn, num_devices: int) -> list[BatchSplit]:
-    """Splits of ever larger micro-batches: even ones, and others with any shards; the first accumulates."""
+    """Splits of ever larger micro-batches: even ones, and others with any shards; the first
+    accumulates.
+    """
     steps = sorted(draw(st.sets(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), min_size=1, max_size=4)), reverse=True)
     splits = [even(B, 16, num_devices)]
     for k in steps:
@@ -79,7 +83,9 @@ def others(num_devices: int) -> list[BatchSplit]:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_the_interval_holds_the_truth_after_any_ascending_trials(data: st.DataObject) -> None:
-    """Where memory is affine per phase, the peaks of every split lie within the interval, however few trials there are."""
+    """Where memory is affine per phase, the peaks of every split lie within the interval, however
+    few trials there are.
+    """
     problem = data.draw(jobs())
     n = problem.num_devices
     model = MemoryModel((), n)
@@ -95,7 +101,9 @@ def test_the_interval_holds_the_truth_after_any_ascending_trials(data: st.DataOb
 
 
 def test_before_anything_ran_nothing_is_limited() -> None:
-    """Without a trial that ran nothing is needed and room has no end; one that failed changes nothing of that."""
+    """Without a trial that ran nothing is needed and room has no end; one that failed changes
+    nothing of that.
+    """
     out_of_memory = Measurement(split=even(B, 1, 2), outcome=Outcome.OUT_OF_MEMORY)
     for attempts in ([], [Attempt(measurement=out_of_memory)]):
         model = MemoryModel(attempts, 2)
@@ -121,7 +129,9 @@ def test_room_is_what_others_leave_at_most() -> None:
 
 
 def test_one_trial_bounds_by_proportion_of_what_is_above_rest() -> None:
-    """1010 MiB with 2 samples, 200 MiB of them at rest, is 200 + 4 x 405 with 8, and no less than the same again."""
+    """1010 MiB with 2 samples, 200 MiB of them at rest, is 200 + 4 x 405 with 8, and no less than
+    the same again.
+    """
     replica = card_memory(parameters=100, workspace=800, sample=5)
     problem = job([card_memory(is_first=True), replica], B=B)
     model = MemoryModel([trial(problem, even(B, 16, 2))], 2)
@@ -132,7 +142,9 @@ def test_one_trial_bounds_by_proportion_of_what_is_above_rest() -> None:
 
 
 def test_the_interval_narrows_with_data() -> None:
-    """Each larger trial leaves less between the least and the most of the largest split, and predictions of it end sharp."""
+    """Each larger trial leaves less between the least and the most of the largest split, and
+    predictions of it end sharp.
+    """
     problem = job([card_memory(is_first=True, sample=30, output=5), card_memory(sample=30)], B=B)
     model, widths = MemoryModel((), 2), []
     for k in (32, 16, 8, 4, 2):
@@ -146,7 +158,9 @@ def test_the_interval_narrows_with_data() -> None:
 
 
 def test_gpu0s_outputs_are_told_apart_from_its_samples() -> None:
-    """GPU 0's trials with several shares of the same micro-batch tell what grows with its share from what with all."""
+    """GPU 0's trials with several shares of the same micro-batch tell what grows with its share
+    from what with all.
+    """
     problem = job([card_memory(is_first=True, sample=30, output=7), *[card_memory(sample=30)] * 2], B=B)
     tried = [
         split(B, 16, 1, 2, 1),
@@ -170,7 +184,9 @@ def test_replicas_share_what_a_sample_costs() -> None:
 
 
 def test_cards_of_one_memory_share_more_closely_what_a_sample_costs() -> None:
-    """GPU 0 has had no share: its sample is as large as the replica's to 2 %, to 10 % where their memory differs."""
+    """GPU 0 has had no share: its sample is as large as the replica's to 2 %, to 10 % where their
+    memory differs.
+    """
     tried, wanted = [split(B, 16, 0, 4), split(B, 8, 0, 8)], split(B, 4, 16, 0)
 
     def most_beside(total: int) -> float:
@@ -181,7 +197,9 @@ def test_cards_of_one_memory_share_more_closely_what_a_sample_costs() -> None:
 
 
 def test_gpu0_shares_with_the_card_of_its_memory_though_another_had_more_samples() -> None:
-    """GPU 1 has GPU 0's memory and GPU 2 more, which had the larger shares; they agree, and GPU 0 is bound as by GPU 1."""
+    """GPU 1 has GPU 0's memory and GPU 2 more, which had the larger shares; they agree, and GPU 0
+    is bound as by GPU 1.
+    """
     tried, wanted = [split(B, 16, 0, 1, 3), split(B, 8, 0, 1, 7)], split(B, 16, 1, 1, 2)
 
     def most_beside(total: int) -> float:
@@ -193,7 +211,9 @@ def test_gpu0_shares_with_the_card_of_its_memory_though_another_had_more_samples
 
 
 def test_replicas_of_two_kinds_keep_their_own_fixed_part() -> None:
-    """A card that holds more with the same share is a kind of its own: its workspace is not put on the others."""
+    """A card that holds more with the same share is a kind of its own: its workspace is not put on
+    the others.
+    """
     kinds = [card_memory(sample=20), card_memory(sample=20, workspace=150), card_memory(sample=20)]
     problem = job([card_memory(is_first=True, sample=20), *kinds], B=B)
     model = MemoryModel(trials(problem, [even(B, k, 4) for k in (16, 8, 4, 2)]), 4)
@@ -204,7 +224,9 @@ def test_replicas_of_two_kinds_keep_their_own_fixed_part() -> None:
 
 
 def test_an_idle_replica_needs_nothing() -> None:
-    """A card without a share holds no replica, whatever the others do; GPU 0 holds its own in any case."""
+    """A card without a share holds no replica, whatever the others do; GPU 0 holds its own in any
+    case.
+    """
     problem = job([card_memory(is_first=True), card_memory()], B=B)
     model = MemoryModel([trial(problem, even(B, 16, 2))], 2)
     told = interval(model, split(B, 4, 16, 0), split(B, 4, 0, 16))
@@ -213,7 +235,9 @@ def test_an_idle_replica_needs_nothing() -> None:
 
 
 def test_a_single_step_is_learned_from_the_peak_of_a_single_micro_batch() -> None:
-    """Gradients that stay are told by `single_step_peak_bytes` of the very first trial; without it they are in doubt."""
+    """Gradients that stay are told by `single_step_peak_bytes` of the very first trial; without it
+    they are in doubt.
+    """
     cards = [card_memory(is_first=True, parameters=400, stays=1.0), card_memory(parameters=400, stays=1.0)]
     problem = job(cards, B=B)
     ran = trial(problem, even(B, 32, 2))
@@ -230,7 +254,9 @@ def test_a_single_step_is_learned_from_the_peak_of_a_single_micro_batch() -> Non
 
 
 def test_running_out_of_memory_raises_the_least_to_what_was_there() -> None:
-    """A device that ran out of memory at a split needs at least its room there, and more at larger ones."""
+    """A device that ran out of memory at a split needs at least its room there, and more at larger
+    ones.
+    """
     problem = job([card_memory(is_first=True), card_memory(sample=60, total=1000)], B=B)
     failed, larger = split(B, 2, 8, 24), split(B, 1, 8, 56)
     before = trials(problem, [even(B, 32, 2)])
@@ -255,7 +281,9 @@ class Steepening:
 
 
 def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
-    """A trial above the most predicted is in `errors`, widens what is predicted from then on, and becomes a doubt."""
+    """A trial above the most predicted is in `errors`, widens what is predicted from then on, and
+    becomes a doubt.
+    """
     story = Steepening()
     assert max(story.model.errors) <= REPEATABILITY
     narrow = story.model.slope_slack
@@ -276,7 +304,9 @@ def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
 
 
 def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
-    """Running out of memory where that was held to be impossible widens the margin, and by no less than a least."""
+    """Running out of memory where that was held to be impossible widens the margin, and by no less
+    than a least.
+    """
     problem = job([card_memory(is_first=True), card_memory(sample=20, total=700)], B=B)
     model = MemoryModel(trials(problem, [even(B, 32, 2), even(B, 16, 2), even(B, 8, 2)]), 2)
     said = f"device 1: {Outcome.OUT_OF_MEMORY}"
@@ -287,7 +317,9 @@ def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
 
 
 def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
-    """What was to fit once free blocks are handed back did not: the prediction was wrong, though more may have been held before."""
+    """What was to fit once free blocks are handed back did not: the prediction was wrong, though
+    more may have been held before.
+    """
     tried = trials(job([card_memory(is_first=True), card_memory(sample=20)], B=B), [even(B, k, 2) for k in (32, 16, 8)])
 
     def learned(total_bytes: int) -> MemoryModel:
@@ -311,7 +343,9 @@ def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
 
 
 def test_what_a_stranger_took_is_forgotten_with_the_margin() -> None:
-    """GPU 2 held more than was foretold of it; once that has settled, a well-known card that does makes memory no straight line."""
+    """GPU 2 held more than was foretold of it; once that has settled, a well-known card that does
+    makes memory no straight line.
+    """
     problem = job([card_memory(is_first=True), card_memory(), card_memory()], B=1024)
 
     def held(shares: tuple[int, int, int], *, more: float) -> Attempt:
@@ -353,7 +387,9 @@ def test_a_failure_of_nobody_knows_which_device_teaches_nothing() -> None:
 
 
 def test_predictions_that_came_true_narrow_the_next() -> None:
-    """Trials that went beyond what was measured and came out as held likely make less allowance for steeper lines."""
+    """Trials that went beyond what was measured and came out as held likely make less allowance for
+    steeper lines.
+    """
     problem = job([card_memory(is_first=True, sample=40), card_memory(sample=40)], B=B)
     model = MemoryModel((), 2)
     before = model.slope_slack
@@ -363,7 +399,9 @@ def test_predictions_that_came_true_narrow_the_next() -> None:
 
 
 def test_a_split_that_ran_needs_no_more_than_it_held() -> None:
-    """No margin is put on what a trial with at least these shares held: 4 samples need no more than 8 did."""
+    """No margin is put on what a trial with at least these shares held: 4 samples need no more than
+    8 did.
+    """
     story = Steepening()
     story.model.observe([trial(story.after, even(B, 2, 2))])
     assert story.model.margin > 0
@@ -373,7 +411,9 @@ def test_a_split_that_ran_needs_no_more_than_it_held() -> None:
 
 
 def test_what_the_allocator_holds_beyond_live_bytes_is_added() -> None:
-    """MemoryReadings are compared with rooms as the allocator holds them: 10 % beyond what is live at large sizes stay 10 %."""
+    """MemoryReadings are compared with rooms as the allocator holds them: 10 % beyond what is live
+    at large sizes stay 10 %.
+    """
     card = card_memory(sample=200, parameters=1000)
     card.reserve = 0.1
     first = card_memory(is_first=True)
@@ -385,7 +425,9 @@ def test_what_the_allocator_holds_beyond_live_bytes_is_added() -> None:
 
 
 def test_the_likeliest_is_what_the_allocator_held_on_average() -> None:
-    """Where it held 0.4 % to 9.9 % beyond what was live, the likeliest counts with the mean of that, the most with the most."""
+    """Where it held 0.4 % to 9.9 % beyond what was live, the likeliest counts with the mean of
+    that, the most with the most.
+    """
     tried, wanted = [split(B, -(-B // share), share) for share in (16, 8, 4, 2, 1)], split(B, 2, 32)
 
     def told(reserve: float) -> Interval:
@@ -399,7 +441,9 @@ def test_the_likeliest_is_what_the_allocator_held_on_average() -> None:
 
 
 def test_the_micro_batch_may_be_given_apart_from_the_shards() -> None:
-    """Asked for one device's shares alone, GPU 0's outputs are those of the micro-batch that is named."""
+    """Asked for one device's shares alone, GPU 0's outputs are those of the micro-batch that is
+    named.
+    """
     problem = job([card_memory(is_first=True, output=20), card_memory()], B=B)
     model = MemoryModel(trials(problem, [even(B, 16, 2), split(B, 8, 1, 7), split(B, 4, 8, 8)]), 2)
     steps, shards = rows([split(B, 4, 4, 12)])

@@ -26,14 +26,18 @@ def bounds(*readings: Reading, slope_range: tuple[float, float] = FREE, slope_sl
 
 
 def test_a_peak_is_reached_but_for_the_slack_of_what_grows_after_it() -> None:
-    """1000, 2000 and 4000 bytes: the flat need not be reached, the middle one to 0.1 x 2000, the last in full."""
+    """1000, 2000 and 4000 bytes: the flat need not be reached, the middle one to 0.1 x 2000, the
+    last in full.
+    """
     rows = bounds(reading(1, 1000, 0), reading(2, 2000, 0), reading(4, 4000, 0))
     assert rows.least[:3] == pytest.approx([-np.inf, 2000 * (1 - REPEATABILITY) - 200, 4000 * (1 - REPEATABILITY)])
     assert rows.most[:3] == pytest.approx(np.array([1000, 2000, 4000]) * (1 + REPEATABILITY))
 
 
 def test_what_is_known_at_rest_gives_way_as_readings_do_and_a_guess_wholly() -> None:
-    """600 bytes at rest are a bound to 0.2 %; where nobody knows, half of the smallest peak, which gives way."""
+    """600 bytes at rest are a bound to 0.2 %; where nobody knows, half of the smallest peak, which
+    gives way.
+    """
     rows = bounds(reading(1, 1000, 600), reading(2, 2000, None))
     assert rows.rows[2:4].tolist() == [[1, 0, 0], [1, 0, 0]]
     assert rows.least[2:4] == pytest.approx([600 * (1 - REPEATABILITY), 500])
@@ -49,7 +53,9 @@ def test_a_failure_bounds_its_row_from_below() -> None:
 
 
 def test_every_coefficient_has_an_end() -> None:
-    """No coefficient is more than a whole peak; one that is 0 in every reading ends at 0 or at the budget."""
+    """No coefficient is more than a whole peak; one that is 0 in every reading ends at 0 or at the
+    budget.
+    """
     ends = bounds(reading(2, 1000, 0), reading(4, 1400, 0)).most[-3:]
     assert ends[[CONSTANT, SHARE, ACCUMULATES]].tolist() == [1400, 350, 0]
     both = bounds(reading(2, 1000, 0), reading(4, 1400, 0, accumulates=1.0)).most[-3:]

@@ -17,7 +17,9 @@ B = 32
 
 
 def memory(device: int, peak: float, **known: float) -> DeviceMemory:
-    """Readings in MiB; the allocator holds what is live, and the device has 1000, unless told otherwise."""
+    """Readings in MiB; the allocator holds what is live, and the device has 1000, unless told
+    otherwise.
+    """
     known = {"total_bytes": 1000, "outside_bytes": 0, "peak_reserved_bytes": peak, **known}
     return DeviceMemory(
         device=device, peak_allocated_bytes=int(peak * MIB), **{name: int(mib * MIB) for name, mib in known.items()}
@@ -41,7 +43,9 @@ def test_rows_hold_what_the_coefficients_are_multiplied_by() -> None:
 
 
 def test_a_reading_is_the_peak_of_forward_and_backward_where_that_is_known() -> None:
-    """The update's peak is no reading of the micro-step; what is held at rest comes along, None where unknown."""
+    """The update's peak is no reading of the micro-step; what is held at rest comes along, None
+    where unknown.
+    """
     told = memory(0, 90, micro_step_peak_bytes=70, update_peak_bytes=90, resting_bytes=30)
     (first,) = peaks(ran(even(B, 1, 2), told, 50)).readings(0)
     assert (first.peak_bytes, first.resting_bytes) == (70 * MIB, 30 * MIB)
@@ -56,7 +60,9 @@ def test_a_replica_without_a_share_is_not_read() -> None:
 
 
 def test_a_step_of_one_micro_batch_seen_beside_is_a_reading_of_its_own() -> None:
-    """`single_step_peak_bytes` is a second reading, without accumulation, of a trial that accumulates."""
+    """`single_step_peak_bytes` is a second reading, without accumulation, of a trial that
+    accumulates.
+    """
     told = memory(0, 100, single_step_peak_bytes=80)
     assert [(r.accumulates, r.peak_bytes / MIB) for r in peaks(ran(even(B, 4, 1), told)).readings(0)] == [
         (1.0, 100),
@@ -76,7 +82,9 @@ def test_room_is_the_least_that_others_left() -> None:
 
 
 def test_replicas_whose_peaks_agree_are_of_a_kind() -> None:
-    """Kinds are told by peaks at equal shares, to 1 %; the replica with the largest share comes first; GPU 0 is none."""
+    """Kinds are told by peaks at equal shares, to 1 %; the replica with the largest share comes
+    first; GPU 0 is none.
+    """
     seen = peaks(ran(even(B, 4, 4), 90, 50, 50.2, 60), ran(split(B, 2, 4, 3, 6, 3), 90, 60, 90, 70))
     assert seen.same_memory_groups() == [(2, 1), (3,)]
 
@@ -87,7 +95,9 @@ def test_replicas_never_seen_alike_stay_apart() -> None:
 
 
 def test_the_update_is_a_floor_and_the_smallest_peak_bounds_the_reduce() -> None:
-    """No split needs less than the update, nor is the reduce above the smallest peak seen of its kind of step."""
+    """No split needs less than the update, nor is the reduce above the smallest peak seen of its
+    kind of step.
+    """
     told = [memory(0, peak, micro_step_peak_bytes=peak, update_peak_bytes=40) for peak in (70, 90, 30)]
     tried = [even(B, 8, 1), even(B, 4, 1), even(B, 1, 1)]
     seen = peaks(*(ran(one, reading) for one, reading in zip(tried, told, strict=True)))
@@ -97,7 +107,9 @@ def test_the_update_is_a_floor_and_the_smallest_peak_bounds_the_reduce() -> None
 
 
 def test_what_accumulating_needs_is_in_doubt_until_seen() -> None:
-    """Half of what a replica holds at rest may come or go with accumulation, until both kinds of step were read."""
+    """Half of what a replica holds at rest may come or go with accumulation, until both kinds of
+    step were read.
+    """
     seen = peaks(ran(even(B, 4, 2), 90, memory(1, 90, resting_bytes=60)))
     less, more = seen.doubt_about_accumulating(1, np.array([1.0, 0.0]))
     assert (less / MIB).tolist() == [0, 30]
@@ -114,7 +126,9 @@ def test_a_device_that_never_worked_is_in_doubt_as_gpu0_is() -> None:
 
 
 def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> None:
-    """Up to a block beyond what is live says nothing of larger sizes, and is handed back when short; more grows with them."""
+    """Up to a block beyond what is live says nothing of larger sizes, and is handed back when
+    short; more grows with them.
+    """
     held = [memory(0, 500, peak_reserved_bytes=572), memory(1, 50, peak_reserved_bytes=54)]
     overhead = peaks(ran(even(B, 4, 2), *held)).allocator_overhead()
     live = np.array([1000.0 * MIB])
@@ -125,7 +139,9 @@ def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> N
 
 
 def test_a_trial_that_demanded_no_less_proves_what_is_needed() -> None:
-    """What a trial held is enough for no larger share; on GPU 0 for no larger micro-batch, and never for another kind of step."""
+    """What a trial held is enough for no larger share; on GPU 0 for no larger micro-batch, and
+    never for another kind of step.
+    """
     seen = peaks(ran(even(B, 2, 2), 100, 80), ran(even(B, 1, 2), 150, 130))
     shares, sizes = np.array([8.0, 8.0, 9.0]), np.array([16.0, 32.0, 32.0])
     held = seen.proven(0, shares, sizes, np.array([1.0, 0.0, 1.0])) / MIB
@@ -134,7 +150,9 @@ def test_a_trial_that_demanded_no_less_proves_what_is_needed() -> None:
 
 
 def test_a_failure_is_a_row_of_the_devices_that_lacked_memory() -> None:
-    """Where a device ran out, its row is known to need what fills it; those that did not tell nothing."""
+    """Where a device ran out, its row is known to need what fills it; those that did not tell
+    nothing.
+    """
     failed = Attempt(
         measurement=Measurement(split=split(B, 2, 4, 12), outcome=Outcome.OUT_OF_MEMORY), lacking=frozenset({1})
     )
@@ -150,7 +168,9 @@ def test_the_largest_held_is_the_allocators() -> None:
 
 
 def test_what_one_of_a_kind_held_proves_it_for_the_others() -> None:
-    """Two replicas that held as much with 4 samples: the 90 MiB of one with 8 are the most the other holds with 6."""
+    """Two replicas that held as much with 4 samples: the 90 MiB of one with 8 are the most the
+    other holds with 6.
+    """
     seen = peaks(ran(even(B, 2, 4), 100, 50, 50, 60), ran(split(B, 2, 0, 8, 4, 4), 80, 90, 50, 60))
     shares, sizes, accumulates = np.array([6.0]), np.array([16.0]), np.array([1.0])
     assert [float(seen.proven(device, shares, sizes, accumulates)[0]) / MIB for device in (1, 2)] == [90, 90]
@@ -168,7 +188,9 @@ def test_one_that_held_a_little_more_is_proven_a_little_more() -> None:
 
 
 def test_cards_of_a_kind_by_a_third_differ_by_what_a_kind_may() -> None:
-    """GPU 1 and GPU 3 never had the same share, both agreed with GPU 2: what one held is the other's to 1 %."""
+    """GPU 1 and GPU 3 never had the same share, both agreed with GPU 2: what one held is the
+    other's to 1 %.
+    """
     together = ran(split(B, 4, 0, 4, 4, 0), 80, 200, 200, 0), ran(split(B, 2, 0, 0, 8, 8), 80, 0, 400, 400)
     seen = peaks(*together, ran(split(B, 2, 4, 0, 0, 12), 80, 0, 0, 600), ran(split(B, 2, 0, 0, 16, 0), 80, 0, 800, 0))
     assert set(seen.alike(1)) == {1, 2, 3}

@@ -18,7 +18,9 @@ def agreeing(rows: list[list[float]], least: list[float], most: list[float], sla
 
 @st.composite
 def truths(draw: st.DrawFn) -> tuple[Floats, Floats, Floats, Floats]:
-    """Coefficients, rows that all vary them, and how far below and above the truth each row is bounded."""
+    """Coefficients, rows that all vary them, and how far below and above the truth each row is
+    bounded.
+    """
     width = draw(st.integers(2, 4))
     numbers = st.integers(0, 50)
     theta = np.array(draw(st.lists(numbers, min_size=width, max_size=width).filter(any)), dtype=float)
@@ -45,7 +47,9 @@ def test_one_reading_bounds_the_others_by_proportion() -> None:
 
 @given(truth=truths(), wanted=st.lists(st.integers(0, 100), min_size=4, max_size=4))
 def test_what_agrees_is_within_the_extremes(truth: tuple[Floats, Floats, Floats, Floats], wanted: list[int]) -> None:
-    """Coefficients that keep all bounds lie between the least and the most at any row, and so does the centre."""
+    """Coefficients that keep all bounds lie between the least and the most at any row, and so does
+    the centre.
+    """
     theta, rows, below, above = truth
     values = rows @ theta
     polytope = agreeing_with(
@@ -84,7 +88,9 @@ def test_as_many_exact_readings_as_coefficients_leave_a_point() -> None:
 
 
 def test_bounds_that_contradict_each_other_give_way_by_their_slack() -> None:
-    """5 and 7 at the same size, each good for 0.5, agree when both give way twice that; the one with less gives less."""
+    """5 and 7 at the same size, each good for 0.5, agree when both give way twice that; the one
+    with less gives less.
+    """
     torn = agreeing([[1.0], [1.0]], [5.0, 7.0], [5.0, 7.0], slack=0.5)
     assert torn.misfit == pytest.approx(2.0, rel=1e-3)
     assert torn.centre == pytest.approx([6.0], abs=0.5)

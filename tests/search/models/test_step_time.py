@@ -55,7 +55,9 @@ def jobs(draw: st.DrawFn) -> Problem:
 @settings(max_examples=40)
 @given(problem=jobs())
 def test_a_job_of_the_models_form_is_foretold_exactly(problem: Problem) -> None:
-    """Without noise a few even splits and an uneven one give the time of every other split with as many cards."""
+    """Without noise a few even splits and an uneven one give the time of every other split with as
+    many cards.
+    """
     n = problem.num_devices
     tried = [even(B, k, n) for k in (16, 8, 4, 2)] + [split(B, 4, 16 - 2 * (n - 1), *[2] * (n - 1))]
     wanted = [even(B, 1, n), split(B, 2, 32 - 5 * (n - 1), *[5] * (n - 1)), even(B, 5, n)]
@@ -74,7 +76,9 @@ def test_a_knee_is_learned() -> None:
 
 
 def test_what_the_form_does_not_explain_is_followed_where_it_was_measured() -> None:
-    """A split that takes 30 % longer than any form has it is predicted so, a neighbour partly, a far one not."""
+    """A split that takes 30 % longer than any form has it is predicted so, a neighbour partly, a
+    far one not.
+    """
     problem = job(3, B=B)
     attempts = trials(problem, [even(B, k, 3) for k in (16, 8, 4, 2)])
     odd = split(B, 2, 2, 15, 15)
@@ -139,7 +143,9 @@ def test_without_busy_times_the_slowest_card_is_told_by_whole_steps() -> None:
 
 @pytest.mark.parametrize("ratio", [0.45, 0.8, 1.25, 2.3])
 def test_without_busy_times_gpu0s_speed_is_told_closely(ratio: float) -> None:
-    """Between the ratios that are tried first, too, where its share and the others' take as long is found."""
+    """Between the ratios that are tried first, too, where its share and the others' take as long is
+    found.
+    """
     times = [CardTime(launch_s=0.0, sample_s=0.002 * ratio), *[CardTime(launch_s=0.0, sample_s=0.002)] * 2]
     problem = job(3, B=B, times=times, tells_busy=False)
     tried = [even(B, 8, 3), even(B, 2, 3), split(B, 2, 4, 14, 14), split(B, 2, 20, 6, 6), split(B, 1, 36, 14, 14)]
@@ -148,7 +154,9 @@ def test_without_busy_times_gpu0s_speed_is_told_closely(ratio: float) -> None:
 
 
 def test_without_busy_times_cards_of_gpu0s_memory_may_share_its_speed() -> None:
-    """Three fast cards of one memory beside a slow one of another: what the last has decides, not what GPU 0 has."""
+    """Three fast cards of one memory beside a slow one of another: what the last has decides, not
+    what GPU 0 has.
+    """
     fast, slow = CardTime(launch_s=0.005, sample_s=0.001), CardTime(launch_s=0.005, sample_s=0.003)
     memories = [card_memory(is_first=i == 0, total=10**6 if i < 3 else 10**5) for i in range(4)]
     problem = job(memories, B=B, times=[fast, fast, fast, slow], tells_busy=False)
@@ -168,7 +176,9 @@ def test_without_busy_times_tiles_are_found() -> None:
 
 
 def test_without_busy_times_a_share_too_small_to_matter_is_in_no_doubt() -> None:
-    """Of unlike cards GPU 0 with 2 samples and the others with 31 is as good as known once it was 1 and 31."""
+    """Of unlike cards GPU 0 with 2 samples and the others with 31 is as good as known once it was 1
+    and 31.
+    """
     memories = [card_memory(is_first=i == 0, total=total) for i, total in enumerate((10**6, 10**5, 10**4))]
     problem = job(memories, B=B, tells_busy=False)
     model = model_of(problem, [even(B, k, 3) for k in (16, 4)] + [split(B, 1, 1, 31, 32)])
@@ -177,7 +187,9 @@ def test_without_busy_times_a_share_too_small_to_matter_is_in_no_doubt() -> None
 
 
 def test_without_busy_times_what_was_not_tried_is_in_doubt() -> None:
-    """After even splits alone nobody knows which card is slow: an uneven one is in doubt, an even one is not."""
+    """After even splits alone nobody knows which card is slow: an uneven one is in doubt, an even
+    one is not.
+    """
     problem = job(3, B=B, tells_busy=False)
     model = model_of(problem, [even(B, k, 3) for k in (16, 8, 4)])
     known, unknown = doubts(model, even(B, 6, 3), split(B, 4, 10, 3, 3))
@@ -197,7 +209,9 @@ def test_cards_of_two_speeds_have_their_own_curves() -> None:
 
 
 def test_a_card_that_never_worked_is_hoped_to_be_like_its_kind() -> None:
-    """Of a card without a share its memory tells the kind; one of a memory of its own is hoped to be like the fastest."""
+    """Of a card without a share its memory tells the kind; one of a memory of its own is hoped to
+    be like the fastest.
+    """
     times = [CardTime(launch_s=0.01, sample_s=0.002 * (i + 1)) for i in (0, 1, 2, 2)]
     memories = [card_memory(is_first=i == 0, total=total) for i, total in enumerate((10**6, 10**5, 10**5, 10**4))]
     problem = job(memories, B=B, times=times, shares="each")
@@ -207,7 +221,9 @@ def test_a_card_that_never_worked_is_hoped_to_be_like_its_kind() -> None:
 
 
 def test_a_card_that_never_worked_is_compared_where_all_were_measured() -> None:
-    """A single share of a slow card tells nothing of larger ones, so what it may take there makes it no faster."""
+    """A single share of a slow card tells nothing of larger ones, so what it may take there makes
+    it no faster.
+    """
     fast, slow = CardTime(launch_s=0.0002, sample_s=0.0014), CardTime(launch_s=0.0003, sample_s=0.0023)
     problem = job(4, B=16, times=[fast, fast, fast, slow], shares="each")
     model = model_of(problem, [split(16, 8, 0, 1, 1, 0), split(16, 6, 0, 1, 1, 1), split(16, 4, 0, 2, 2, 0)])
@@ -215,7 +231,9 @@ def test_a_card_that_never_worked_is_compared_where_all_were_measured() -> None:
 
 
 def test_fewer_cards_than_ever_tried_may_wait_less_for_the_host() -> None:
-    """Where every card had a share, what its cards do not explain may be the host's time for each of them."""
+    """Where every card had a share, what its cards do not explain may be the host's time for each
+    of them.
+    """
     problem = job(4, B=B, times=[CardTime(launch_s=0.1, sample_s=1e-6)] * 4, replica_s=0.05, micro_step_s=0.0)
     model = model_of(problem, [even(B, k, 4) for k in (16, 8, 4, 2)])
     three = split(B, 3, 0, 8, 7, 7)
@@ -224,7 +242,9 @@ def test_fewer_cards_than_ever_tried_may_wait_less_for_the_host() -> None:
 
 
 def test_fewer_cards_than_ever_tried_get_a_chance() -> None:
-    """Where all trials had every card, what seems constant may be each card's: fewer are hoped for, and in doubt."""
+    """Where all trials had every card, what seems constant may be each card's: fewer are hoped for,
+    and in doubt.
+    """
     problem = job(2, B=16, micro_step_s=0.0, update_s=0.001, reduce_s=0.05)
     model = model_of(problem, [even(16, 4, 2), even(16, 2, 2), even(16, 1, 2)])
     alone, both = split(16, 2, 8, 0), even(16, 2, 2)
@@ -262,7 +282,9 @@ def test_a_single_trial_is_enough_to_begin_with() -> None:
 
 
 def test_whole_steps_alone_are_enough() -> None:
-    """Measurements with whole steps only, without micro-steps, busy times or memory, are fitted too."""
+    """Measurements with whole steps only, without micro-steps, busy times or memory, are fitted
+    too.
+    """
     problem = job(2, B=B)
     ran = [
         Attempt(
