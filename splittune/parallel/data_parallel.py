@@ -13,6 +13,7 @@ from torch import nn
 from splittune.errors import ConfigError, DeviceError
 from splittune.parallel.base import SplitModule
 from splittune.parallel.caches import is_cache
+from splittune.parallel.compiled import refuse_unknown
 from splittune.parallel.link import Link, TorchLink
 from splittune.parallel.nesting import leaves_of, map_tensors, tensors_of
 from splittune.parallel.outputs import Joiner, all_tensors_of
@@ -40,10 +41,11 @@ class BalancedDataParallel(SplitModule):
 
     Give GPU 0's share, ``BalancedDataParallel(4, model)``, and the others share the rest as evenly
     as integers allow; or every device's,
-    ``BalancedDataParallel(module=model, shard_sizes=(4, 20, 20, 20))``. Every sample goes to exactly
-    one device, in order, and outputs come back in order, on `output_device`. Gradients arrive in the module's own parameters and are those of the whole
-    micro-batch on one device, BatchNorm aside: each replica normalises by its own shard, and
-    running statistics are those of the first device that had samples.
+    ``BalancedDataParallel(module=model, shard_sizes=(4, 20, 20, 20))``. Every sample goes to
+    exactly one device, in order, and outputs come back in order, on `output_device`. Gradients
+    arrive in the module's own parameters and are those of the whole micro-batch on one device,
+    BatchNorm aside: each replica normalises by its own shard, and running statistics are those of
+    the first device that had samples.
 
     Shares are honoured or refused, never changed in silence:
 
@@ -115,6 +117,8 @@ class BalancedDataParallel(SplitModule):
         self.devices = self.device_ids = _resolve_devices(device_ids, module)
         self.output_device = self.devices[0] if output_device is None else _as_device(output_device)
         self.gpu0_bsz, self.shard_sizes = checked_shares(gpu0_bsz, shard_sizes, len(self.devices))
+        if len(self.devices) > 1:
+            refuse_unknown(list(module.modules()))
         if engine not in get_args(Engine):
             raise ConfigError(f"engine is {engine!r}: expected one of {get_args(Engine)}.")
         if weight_fn is not None and loss_fn is None:
@@ -162,7 +166,7 @@ class BalancedDataParallel(SplitModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards inside leave their gradients with the replicas; the next outside brings all home.
+        """Forwards inside leave their gradients with the replicas; the next brings all home.
 
         As in DistributedDataParallel: run the last micro-batch of an optimizer step outside.
         `accumulate` and ``SplitConfig.micro_batches(batch, model)`` do it for you.
@@ -186,6 +190,10 @@ class BalancedDataParallel(SplitModule):
         """`tree` with every tensor on the output device, where the outputs are: for targets."""
         link, place = self._route()
         return map_tensors(lambda tensor: send(tensor, link, place), tree)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As nn.Module's, in place: compiles the wrapped module, and with it every replica."""
+        self.module.compile(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's, for keys with or without the wrapper's ``module.`` prefix."""

@@ -12,6 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from splittune.parallel.compiled import (
+    compile_call,
+    compiled_as,
+    holds_compiled,
+    is_compiled,
+    original_of,
+    refuse_unknown,
+    room_for,
+)
 from splittune.parallel.link import Link
 from splittune.parallel.transfer import broadcast, copy_to_each
 
@@ -91,10 +100,21 @@ def unique_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
-    """The module tree anew, around the copied tensors. What is shared in it stays shared."""
+    """The module tree anew, around the copied tensors. What is shared in it stays shared.
+
+    Compiled modules are made anew around the replicas of their originals.
+
+    Raises:
+        TypeError: a module that cannot be replicated; nothing has been touched.
+    """
     modules = list(root.modules())
-    replicas = {id(module): _bare_replica(module) for module in modules}
-    for module in modules:
+    refuse_unknown(modules)
+    plain = [module for module in modules if not is_compiled(module)]
+    replicas = {id(module): _bare_replica(module) for module in plain}
+    for module in reversed(modules):  # compiled ones may be around one another
+        if is_compiled(module):
+            replicas[id(module)] = compiled_as(module, replicas[id(original_of(module))])
+    for module in plain:
         replica = replicas[id(module)]
         for name, child in module._modules.items():
             replica._modules[name] = None if child is None else replicas[id(child)]
@@ -111,18 +131,12 @@ def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
 
 
 def _bare_replica(module: nn.Module) -> nn.Module:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(
-            f"{type(module).__name__} is a TorchScript module, which cannot be replicated. "
-            "Wrap the nn.Module it was scripted from."
-        )
     # Private, and the very hook that torch's replicate() calls: subclasses override it.
     # tests/parallel checks it.
     replica: nn.Module = module._replicate_for_data_parallel()
     # torch's share the module's own tables: what a replica's forward installs would pile up there, once a replica
     replica.__dict__.update({name: table.copy() for name, table in hook_tables_of(module).items()})
-    if "_compiled_call_impl" in replica.__dict__:  # after module.compile(): it would run the original module
-        replica.__dict__["_compiled_call_impl"] = None
+    compile_call(replica)
     return replica
 
 
@@ -162,10 +176,16 @@ def _is_expanded(tensor: Tensor) -> bool:
 def run_replicas(calls: Sequence[ReplicaCall], link: Link, gauge: ReplicaGauge | None = None) -> list[Any]:
     """Every replica's output: in a thread each where the link says so, else one after another.
 
-    Grad mode, inference mode and autocast (its dtype as well) are the caller's in every thread. If
-    replicas fail, the first one's exception is raised: the object itself, with the replica named in
-    its message or its notes.
+    Compiled modules run one after another as well: their launches are few, and devices work on
+    while the next one's are launched. Grad mode, inference mode and autocast (its dtype as well)
+    are the caller's in every thread. If replicas fail, the first one's exception is raised: the
+    object itself, with the replica named in its message or its notes.
     """
+    if holds_compiled(calls[0].module):
+        # The compiler has one state for all threads while it works, and CUDA graphs belong to
+        # theirs.
+        with room_for(len(calls)):
+            return [_run(call, link, len(calls), gauge) for call in calls]
     if not link.threaded or len(calls) == 1:
         return [_run(call, link, len(calls), gauge) for call in calls]
     outputs: list[Any] = [None] * len(calls)

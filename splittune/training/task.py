@@ -237,8 +237,11 @@ class TrainingTask:
                 f"model is wrapped in {type(self.model).__name__}: expected the module itself, which the tuner wraps for "
                 "every split it tries. Pass model.module."
             )
-        if hasattr(self.model, "_orig_mod"):  # what torch.compile returns; asking for its type would load the compiler
-            raise ConfigError("model is compiled: expected the module that was given to torch.compile. Pass that.")
+        if isinstance(getattr(self.model, "_orig_mod", None), _WRAPPERS):  # what torch.compile returns holds it there
+            raise ConfigError(
+                "model is a compiled wrapper: expected the module itself, compiled or not, which the tuner wraps for "
+                "every split it tries. Pass torch.compile(model.module)."
+            )
         if isinstance(self.model, torch.jit.ScriptModule):
             raise ConfigError(
                 f"model is a TorchScript module, {type(self.model).__name__}, which cannot be replicated: expected the "

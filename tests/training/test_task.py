@@ -41,8 +41,8 @@ def on_two_devices() -> nn.Module:
         (lambda: task(model=nn.DataParallel(make_model())), "wrapped in DataParallel.*Pass model.module"),
         (lambda: task(model=wrapped(make_model())), "wrapped in BalancedDataParallel.*Pass model.module"),
         (
-            lambda: task(model=nn.Sequential(OrderedDict(_orig_mod=make_model()))),
-            "compiled: expected the module that was given to torch.compile",
+            lambda: task(model=nn.Sequential(OrderedDict(_orig_mod=wrapped(make_model())))),
+            r"compiled wrapper.*Pass torch\.compile\(model\.module\)",
         ),
         (lambda: task(model=nn.Linear(4, 2, device="meta")), "meta device, without values"),
         (

@@ -18,6 +18,7 @@ from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
 from splittune.hardware.virtual.catalog import GPUS, GpuModel
 from splittune.hardware.virtual.ledger import Ledger
 from splittune.parallel import BalancedDataParallel
+from splittune.parallel.compiled import as_written
 from splittune.split import BatchSplit
 from splittune.units import MIB, format_bytes
 
@@ -109,6 +110,9 @@ class VirtualHardware:
 
         Clocks start at 0, and only what models wrapped here hold is there at first.
 
+        Compiled modules run as they were written: the ledger sees every operation, and what the compiler would have
+        saved is not modelled.
+
         Raises:
             torch.OutOfMemoryError: those models alone exceed GPU 0.
         """
@@ -118,7 +122,7 @@ class VirtualHardware:
         capacities = [gpu.total_bytes - outside for gpu, outside in zip(self.gpus, self.outside_bytes, strict=True)]
         self._ledger = Ledger(self.gpus, capacities)
         try:
-            with self._ledger:
+            with self._ledger, as_written():
                 for ref in self._wrapped:
                     wrapper = ref()
                     if wrapper is not None:
