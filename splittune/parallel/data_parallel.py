@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 from torch import nn
@@ -36,7 +36,9 @@ DeviceLike = int | str | torch.device
 Engine = Literal["window", "torch"]
 
 
-class BalancedDataParallel(SplitModule):
+# mypy is told to let `output_device` be a torch.device, where nn.DataParallel has its number: whoever
+# moves tensors there takes either.
+class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ignore[misc]
     """Runs `module` on several devices at once, each with its own share of the micro-batch.
 
     Give GPU 0's share, ``BalancedDataParallel(4, model)``, and the others share the rest as evenly
@@ -89,6 +91,15 @@ class BalancedDataParallel(SplitModule):
     recorded, unless the call was given one. Limits are nn.DataParallel's: replicas are shallow
     copies, so Python attributes that forward assigns are lost, and in-place updates of parameters
     inside forward are too. On a single device the module itself runs.
+
+    A compiled module, whether by ``torch.compile(model)``, by compiled children or by
+    ``model.compile()``, is replicated from its originals and runs compiled on every device. Compile
+    the model, or call ``wrapped.compile()``, rather than compile around the wrapper.
+
+    It is an nn.DataParallel by type, for code that asks before it saves or unwraps: `module`,
+    `device_ids`, `dim`, `output_device` and the keys of its state are there. Of that class it runs
+    nothing: `scatter`, `replicate`, `parallel_apply` and `gather` are refused, called or
+    overridden.
     """
 
     def __init__(
@@ -106,7 +117,7 @@ class BalancedDataParallel(SplitModule):
         link: Link | None = None,
         eval_batch_size: int | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # nn.DataParallel's own would look for CUDA devices, and move the module
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"module is {module!r}: expected an nn.Module. "
@@ -114,7 +125,9 @@ class BalancedDataParallel(SplitModule):
             )
         self.module = module
         self.dim = dim
-        self.devices = self.device_ids = _resolve_devices(device_ids, module)
+        self.devices = _resolve_devices(device_ids, module)
+        self.device_ids: list[Any] = [device.index if device.type == "cuda" else device for device in self.devices]
+        self.src_device_obj = self.devices[0]
         self.output_device = self.devices[0] if output_device is None else _as_device(output_device)
         self.gpu0_bsz, self.shard_sizes = checked_shares(gpu0_bsz, shard_sizes, len(self.devices))
         if len(self.devices) > 1:
@@ -134,6 +147,8 @@ class BalancedDataParallel(SplitModule):
         self.lists_samples: bool | None = None  # whether batches hold lists of samples, once one has told
         self._window: WindowEngine | None = None
         self._syncs = True
+        if link is not None:
+            link.adopt(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         link, output_place = self._route()
@@ -194,6 +209,18 @@ class BalancedDataParallel(SplitModule):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As nn.Module's, in place: compiles the wrapped module, and with it every replica."""
         self.module.compile(*args, **kwargs)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"scatter() was called: {_UNUSED}")
+
+    def replicate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"replicate() was called: {_UNUSED}")
+
+    def parallel_apply(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"parallel_apply() was called: {_UNUSED}")
+
+    def gather(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"gather() was called: {_UNUSED}")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's, for keys with or without the wrapper's ``module.`` prefix."""
@@ -294,8 +321,26 @@ class BalancedDataParallel(SplitModule):
         # graphs
         return {**self.__dict__, "_window": None, "gauge": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._link is not None:
+            self._link.adopt(self)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("scatter", "replicate", "parallel_apply", "gather"):
+            if name in cls.__dict__:
+                raise TypeError(f"{cls.__name__} overrides {name}(): {_UNUSED}")
+
     def _name_of(self, position: int) -> str:
         return str(self.devices[position]) if self._link is None else str(self._link.place(position))
+
+
+# Of the steps of nn.DataParallel.forward(), which people override there.
+_UNUSED = (
+    "expected none, BalancedDataParallel never calls it. What is split is said by shard_sizes and dim, how tensors travel "
+    "by link; for other than that, override forward(), or use nn.DataParallel."
+)
 
 
 class _Call(NamedTuple):

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # torch's own bucket for DataParallel's broadcast: large enough to amortise a launch, small enough
 # to stay transient.
@@ -25,6 +25,10 @@ class Link(Protocol):
     threaded: bool
     """True where every replica should have a thread of its own, so that launches on several
     devices overlap."""
+
+    def adopt(self, wrapper: nn.Module) -> None:
+        """`wrapper`, new or a copy, runs over this link from now on; its tensors live at place 0."""
+        ...
 
     def place(self, position: int) -> Any:
         """The place of the device at `position`."""
@@ -64,6 +68,9 @@ class TorchLink:
         self._streams = {
             device: torch.cuda.current_stream(device) for device in set(self.devices) if device.type == "cuda"
         }
+
+    def adopt(self, wrapper: nn.Module) -> None:
+        """Nothing to do: tensors know where they live."""
 
     def place(self, position: int) -> torch.device:
         return self.devices[position]

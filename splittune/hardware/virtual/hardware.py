@@ -66,7 +66,7 @@ class VirtualHardware:
         )
         self._ledger: Ledger | None = None
         # wrappers rather than models: once its wrapper is gone, a model is on no device any more
-        self._wrapped: list[weakref.ref[BalancedDataParallel]] = []
+        self._wrapped: list[weakref.ref[nn.Module]] = []
 
     @property
     def spec(self) -> str | None:
@@ -92,17 +92,13 @@ class VirtualHardware:
         if split.num_devices != len(self.gpus):
             raise DeviceError(f"the split {split} is for {split.num_devices} devices, and there are {len(self.gpus)}.")
         model.to("cpu")
-        wrapper = BalancedDataParallel(
+        return BalancedDataParallel(
             module=model,
             shard_sizes=split.shard_sizes,
             device_ids=["cpu"] * len(self.gpus),
             link=VirtualLink(self),
             **options,
         )
-        self._wrapped = [ref for ref in self._wrapped if ref() is not None]
-        self._wrapped.append(weakref.ref(wrapper))
-        self._place(model)
-        return wrapper
 
     @contextmanager
     def metered(self) -> Iterator[None]:
@@ -126,7 +122,7 @@ class VirtualHardware:
                 for ref in self._wrapped:
                     wrapper = ref()
                     if wrapper is not None:
-                        self._place(wrapper.module)
+                        self._place(wrapper)
                 yield
         finally:
             self._ledger = None
@@ -222,6 +218,17 @@ class VirtualHardware:
                 allocator.hand_back()
             self.reset_peaks()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Cards are told by what they are: what they hold belongs to this process.
+        occupied = tuple(outside - CUDA_CONTEXT_BYTES for outside in self.outside_bytes)
+        return _make_again, (self.gpus, occupied)
+
+    def adopt(self, wrapper: nn.Module) -> None:
+        """Count what `wrapper` holds as virtual GPU 0's from now on, as long as it lives."""
+        self._wrapped = [ref for ref in self._wrapped if ref() is not None]
+        self._wrapped.append(weakref.ref(wrapper))
+        self._place(wrapper)
+
     def _place(self, model: nn.Module, *, recurse: bool = True) -> None:
         if self._ledger is None:
             return
@@ -236,6 +243,10 @@ class VirtualHardware:
         return self._ledger
 
 
+def _make_again(gpus: Sequence[GpuModel], occupied_bytes: Sequence[int]) -> VirtualHardware:
+    return VirtualHardware(gpus, occupied_bytes=occupied_bytes)
+
+
 class VirtualLink:
     """`parallel.Link` between virtual GPUs. A place is a device's index, None for the host."""
 
@@ -243,6 +254,12 @@ class VirtualLink:
 
     def __init__(self, hardware: VirtualHardware) -> None:
         self._hardware = hardware
+
+    def __deepcopy__(self, memo: Any) -> VirtualLink:
+        return self  # a copy of a model runs on the same cards
+
+    def adopt(self, wrapper: nn.Module) -> None:
+        self._hardware.adopt(wrapper)
 
     def place(self, position: int) -> int:
         return position
