@@ -22,7 +22,7 @@ from splittune.errors import (
     WindowError,
     WorkerError,
 )
-from splittune.parallel import BalancedDataParallel, accumulate
+from splittune.parallel import BalancedDataParallel, accumulate, data_parallel
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.report import TuneResult
 from splittune.split import BatchSplit, SplitSpace
@@ -52,6 +52,7 @@ __all__ = [
     "WorkerError",
     "accumulate",
     "autotune",
+    "data_parallel",
     "verify",
 ]
 

@@ -3,6 +3,7 @@
 from splittune.parallel.accumulate import accumulate
 from splittune.parallel.base import SplitModule
 from splittune.parallel.data_parallel import BalancedDataParallel
+from splittune.parallel.functional import data_parallel
 from splittune.parallel.link import Link, TorchLink
 
-__all__ = ["BalancedDataParallel", "Link", "SplitModule", "TorchLink", "accumulate"]
+__all__ = ["BalancedDataParallel", "Link", "SplitModule", "TorchLink", "accumulate", "data_parallel"]

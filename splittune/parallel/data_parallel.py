@@ -10,10 +10,11 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 import torch
 from torch import nn
 
-from splittune.errors import ConfigError, DeviceError
+from splittune.errors import ConfigError
 from splittune.parallel.base import SplitModule
 from splittune.parallel.caches import is_cache
 from splittune.parallel.compiled import refuse_unknown
+from splittune.parallel.devices import DeviceLike, as_device, resolve_devices
 from splittune.parallel.link import Link, TorchLink
 from splittune.parallel.nesting import leaves_of, map_tensors, tensors_of
 from splittune.parallel.outputs import Joiner, all_tensors_of
@@ -32,7 +33,6 @@ from splittune.parallel.window.engine import WindowEngine
 from splittune.parallel.window.replica_copies import ReplicaCopies
 from splittune.split.shards import checked_shares, shards_for
 
-DeviceLike = int | str | torch.device
 Engine = Literal["window", "torch"]
 
 
@@ -125,10 +125,10 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
             )
         self.module = module
         self.dim = dim
-        self.devices = _resolve_devices(device_ids, module)
+        self.devices = resolve_devices(device_ids, module)
         self.device_ids: list[Any] = [device.index if device.type == "cuda" else device for device in self.devices]
         self.src_device_obj = self.devices[0]
-        self.output_device = self.devices[0] if output_device is None else _as_device(output_device)
+        self.output_device = self.devices[0] if output_device is None else as_device(output_device)
         self.gpu0_bsz, self.shard_sizes = checked_shares(gpu0_bsz, shard_sizes, len(self.devices))
         if len(self.devices) > 1:
             refuse_unknown(list(module.modules()))
@@ -348,28 +348,3 @@ class _Call(NamedTuple):
 
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-def _as_device(device: DeviceLike) -> torch.device:
-    return torch.device("cuda", device) if isinstance(device, int) else _as_reported(torch.device(device))
-
-
-def _as_reported(device: torch.device) -> torch.device:
-    """As tensors report it: ``cuda``, the current card, does not compare equal to ``cuda:0``."""
-    if device.type == "cpu":
-        return torch.device("cpu")  # there is one
-    if device == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _resolve_devices(device_ids: Sequence[DeviceLike] | None, module: nn.Module) -> tuple[torch.device, ...]:
-    if device_ids is not None:
-        devices = tuple(_as_device(device) for device in device_ids)
-        if not devices:
-            raise DeviceError("device_ids is empty: expected at least one device, e.g. device_ids=[0, 1].")
-        return devices
-    if torch.cuda.is_available():
-        return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    first = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-    return (first,)
