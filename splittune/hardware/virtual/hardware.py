@@ -223,7 +223,7 @@ class VirtualHardware:
         occupied = tuple(outside - CUDA_CONTEXT_BYTES for outside in self.outside_bytes)
         return _make_again, (self.gpus, occupied)
 
-    def adopt(self, wrapper: nn.Module) -> None:
+    def track(self, wrapper: nn.Module) -> None:
         """Count what `wrapper` holds as virtual GPU 0's from now on, as long as it lives."""
         self._wrapped = [ref for ref in self._wrapped if ref() is not None]
         self._wrapped.append(weakref.ref(wrapper))
@@ -259,7 +259,7 @@ class VirtualLink:
         return self  # a copy of a model runs on the same cards
 
     def adopt(self, wrapper: nn.Module) -> None:
-        self._hardware.adopt(wrapper)
+        self._hardware.track(wrapper)
 
     def place(self, position: int) -> int:
         return position
