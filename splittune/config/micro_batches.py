@@ -17,16 +17,19 @@ class MicroBatch:
     """A part of a batch, to be run forward and backward at once."""
 
     batch: Any
-    """Nested as the whole batch is; its tensors are views of the batch's, still where the loader put them."""
+    """Nested as the whole batch is; its tensors are views of the batch's, still where the loader
+    put them."""
     weight: float
-    """Its samples (or tokens) over those of the whole batch: a mean loss times this, summed, is that of the batch."""
+    """Its samples (or tokens) over those of the whole batch: a mean loss times this, summed, is
+    that of the batch."""
 
 
 def micro_batch_sizes_of(num_samples: int, split: BatchSplit) -> tuple[int, ...]:
-    """The micro-batches of a batch of `num_samples`, larger ones first, none above ``split.micro_batch_size``.
+    """The micro-batches of a batch of `num_samples`, larger ones first.
 
-    A full batch takes the tuned ones; a short one the fewest that hold it, of sizes that differ by at most one.
-    Worked: tuned for 64 in 4 micro-batches of 16, 20 samples take ceil(20 / 16) = 2 of 10.
+    None is above ``split.micro_batch_size``. A full batch takes the tuned ones; a short one the
+    fewest that hold it, of sizes that differ by at most one. Worked: tuned for 64 in 4
+    micro-batches of 16, 20 samples take ceil(20 / 16) = 2 of 10.
 
     Raises:
         ConfigError: no sample, or more than the split was tuned for.
@@ -52,10 +55,11 @@ def _samples(_batch: Any, num_samples: int) -> float:
 def cut_batch(
     batch: Any, split: BatchSplit, weigh: Callable[[Any, int], float] = _samples, *, listed: bool | None = None
 ) -> Iterator[MicroBatch]:
-    """`batch` cut along dimension 0 into the micro-batches of `micro_batch_sizes_of`; see `SplitConfig.micro_batches`.
+    """`batch` cut into the micro-batches of one optimizer step; see `SplitConfig.micro_batches`.
 
-    `weigh(batch, num_samples)` says how much a batch or a part of it counts: its samples, unless told otherwise. What
-    counts 0 is left out. `listed` says whether batches of this job hold lists of samples, where it is known.
+    `weigh(batch, num_samples)` says how much a batch or a part of it counts: its samples, unless
+    told otherwise. What counts 0 is left out. `listed` says whether batches of this job hold lists
+    of samples, where it is known.
 
     Raises:
         ConfigError: at the call: no sample or too many, no tensor, or tensors whose sizes differ.

@@ -1,4 +1,4 @@
-"""Key-value caches, as transformers' decoders take and return them: split, joined, or left out of a training step."""
+"""Key-value caches of decoders, as transformers has them: split, joined, or left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from splittune.errors import ConfigError
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it has what transformers asks of a cache: a length of the sequence, and a way to add to it."""
+    """Whether it has what transformers asks of a cache: a sequence's length, and an update."""
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
@@ -26,7 +26,7 @@ def items_of(cache: Any) -> list[Any]:
 
 
 def made_of(cache: Any, items: Sequence[Any]) -> Any:
-    """A cache of the same class that holds `items`, made as nn.DataParallel's gather makes one: ``type(cache)(items)``.
+    """A cache of the same class that holds `items`: ``type(cache)(items)``, as nn.DataParallel's.
 
     Raises:
         ConfigError: its class cannot be made so.
@@ -46,9 +46,10 @@ def _not_splittable(cache: Any, error: Exception) -> ConfigError:
 
 
 class LeftOutCache:
-    """Stands for the cache of a forward that records gradients: training has no use for it, and GPU 0 would hold it all.
+    """Stands for the cache of a forward that records gradients.
 
-    Whatever is asked of it is an error that says how to get the cache.
+    Training has no use for it, and GPU 0 would hold it all. Whatever is asked of it is an error
+    that says how to get the cache.
     """
 
     def __init__(self, path: str, kind: str) -> None:

@@ -1,8 +1,9 @@
 """Trees of tensors as models take and give them: walked, rebuilt and zipped.
 
-Containers are tuples, lists, named tuples, mappings and dataclass instances, nested at will. Everything else is a
-leaf: tensors, numbers, strings, None, ``torch.Size``, arrays, sets. A path names a place in a tree as Python would
-reach it: ``"['input_ids']"``, ``"[0].mask"``, and ``""`` for a tree that is itself a leaf.
+Containers are tuples, lists, named tuples, mappings and dataclass instances, nested at will.
+Everything else is a leaf: tensors, numbers, strings, None, ``torch.Size``, arrays, sets. A path
+names a place in a tree as Python would reach it: ``"['input_ids']"``, ``"[0].mask"``, and ``""``
+for a tree that is itself a leaf.
 """
 
 from __future__ import annotations
@@ -18,22 +19,27 @@ from torch import Tensor
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """`tree` with `function` applied to every tensor; the containers are new, of the types they were.
+    """`tree` with `function` applied to every tensor; its containers are new, of the same types.
 
-    Named tuples, dict order, ``OrderedDict``, ``defaultdict`` and the like are kept. Leaves other than tensors are
-    returned as they are. A dataclass (frozen, with slots, or an ``OrderedDict`` at the same time) is rebuilt field by
-    field without calling its ``__init__``: attributes that are no fields are carried over, cached properties are not.
+    Named tuples, dict order, ``OrderedDict``, ``defaultdict`` and the like are kept. Leaves other
+    than tensors are returned as they are. A dataclass (frozen, with slots, or an ``OrderedDict`` at
+    the same time) is rebuilt field by field without calling its ``__init__``: attributes that are
+    no fields are carried over, cached properties are not.
 
     Example: ``map_tensors(len, {"x": torch.zeros(3, 2), "n": 7})`` gives ``{"x": 3, "n": 7}``.
 
     Raises:
-        TypeError: a mapping that is neither a dict nor a ``UserDict`` and cannot be built from a dict.
+        TypeError: a mapping that is neither a dict nor a ``UserDict`` and cannot be built from a
+            dict.
     """
     return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def leaves_of(tree: Any) -> list[tuple[str, Any]]:
-    """Every leaf with its path, in order: ``{"a": (1, None)}`` gives ``[("['a'][0]", 1), ("['a'][1]", None)]``."""
+    """Every leaf with its path, in order.
+
+    Example: ``{"a": (1, None)}`` gives ``[("['a'][0]", 1), ("['a'][1]", None)]``.
+    """
     leaves: list[tuple[str, Any]] = []
     _collect(tree, "", leaves)
     return leaves
@@ -53,13 +59,15 @@ def zip_map(
     trees: Sequence[Any],
     whole: Callable[[str, list[Any]], Any] = lambda *_: DESCEND,
 ) -> Any:
-    """One tree built from several of the same structure: each leaf is ``function(path, [leaf of each tree])``.
+    """One tree built from several of the same structure.
 
-    `whole(path, [container of each tree])` is asked first, for every container: what it returns stands in the result,
-    save for `DESCEND`.
+    Each leaf is ``function(path, [leaf of each tree])``.
 
-    Mappings are matched by key, whatever their order; the result has the first tree's containers. What the leaves are
-    is `function`'s business: only containers are compared here.
+    `whole(path, [container of each tree])` is asked first, for every container: what it returns
+    stands in the result, save for `DESCEND`.
+
+    Mappings are matched by key, whatever their order; the result has the first tree's containers.
+    What the leaves are is `function`'s business: only containers are compared here.
 
     Example: ``zip_map(lambda path, leaves: sum(leaves), [{"a": 1}, {"a": 2}])`` gives ``{"a": 3}``.
 
@@ -130,7 +138,7 @@ def _describe(tree: Any, steps: list[str]) -> str:
 
 
 def is_record(tree: Any) -> bool:
-    """A tuple whose positions have names: a named tuple, or a C one such as ``torch.return_types.max``."""
+    """A tuple whose positions have names: a named one, or C's, as ``torch.return_types.max``."""
     return hasattr(tree, "_fields") or hasattr(tree, "n_sequence_fields")
 
 
@@ -152,7 +160,8 @@ def children_of(tree: Any) -> list[tuple[str, Any]] | None:
     if is_dataclass(tree) and not isinstance(tree, type | dict):
         return [(f".{name}", getattr(tree, name)) for name in _field_names(tree)]
     if isinstance(tree, Mapping):
-        # A dataclass that is a dict too (a model's output) may have fields that are no items: None, mostly.
+        # A dataclass that is a dict too (a model's output) may have fields that are no items: None,
+        # mostly.
         beyond = [(f".{name}", getattr(tree, name)) for name in _field_names(tree) if name not in tree]
         return [(f"[{key!r}]", child) for key, child in tree.items()] + beyond
     return None
@@ -192,7 +201,8 @@ def _rebuild_mapping(tree: Any, children: list[Any], path: str) -> Any:
         names = _field_names(tree)
         beyond = dict(zip([name for name in names if name not in tree], children[len(items) :], strict=True))
         return _with_fields(rebuilt, beyond | {name: items[name] for name in names if name in items})
-    # Copying and assigning would be wrong here: a shallow copy may share its storage with the user's mapping.
+    # Copying and assigning would be wrong here: a shallow copy may share its storage with the
+    # user's mapping.
     try:
         return cls(items)
     except TypeError as error:
@@ -204,7 +214,7 @@ def _rebuild_mapping(tree: Any, children: list[Any], path: str) -> Any:
 
 
 def _with_attributes_of(tree: Any, rebuilt: Any) -> Any:
-    """`rebuilt` with the instance attributes of `tree`, cached properties aside: they describe the old contents."""
+    """`rebuilt` with the attributes of `tree`, but for cached properties of the old contents."""
     for name, value in getattr(tree, "__dict__", {}).items():
         if not isinstance(getattr(type(tree), name, None), cached_property):
             rebuilt.__dict__[name] = value

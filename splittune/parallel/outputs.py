@@ -21,20 +21,24 @@ from splittune.parallel.transfer import gather, send
 class Joiner:
     """One output as if the whole micro-batch had run on one device, at `place`.
 
-    - Tensors with dimensions are joined along `dim`, in the order of the devices: one row a sample, as many rows a
-      sample as it likes, or rows that vary. A single number a replica, ``loss.unsqueeze(0)`` say, is a mean as below.
-    - 0-dim floating tensors and Python floats are taken for means over samples, and averaged by `weights`: losses of 1.0
-      and 4.0 over 1 and 2 samples give 3.0.
+    - Tensors with dimensions are joined along `dim`, in the order of the devices: one row a sample,
+      as many rows a sample as it likes, or rows that vary. A single number a replica,
+      ``loss.unsqueeze(0)`` say, is a mean as below.
+    - 0-dim floating tensors and Python floats are taken for means over samples, and averaged by
+      `weights`: losses of 1.0 and 4.0 over 1 and 2 samples give 3.0.
     - 0-dim tensors of integers (counts) are stacked, one entry a replica, as nn.DataParallel does.
-    - Lists with one entry a sample follow one another: strings, dicts, tensors without a row for each sample.
+    - Lists with one entry a sample follow one another: strings, dicts, tensors without a row for
+      each sample.
     - Caches are joined item by item, or left out (`caches.LeftOutCache`).
-    - Other objects that can be iterated over, with tensors inside, are made anew of their joined items, as nn.DataParallel does.
+    - Other objects that can be iterated over, with tensors inside, are made anew of their joined
+      items, as nn.DataParallel does.
     - Anything else must be equal in all replicas, and is returned once.
 
-    Rows that are no samples' are refused, or the order of the whole would be another than one device's: as many from
-    each replica whatever its shard, an LSTM's (layers, samples, features) say. Of equal shards that is told by the
-    shape alone: a shard's size along another dimension. It cannot be told where there are as many of them as a shard has
-    samples, two layers of two samples each; where a table's width is a shard's size, it is taken for rows.
+    Rows that are no samples' are refused, or the order of the whole would be another than one
+    device's: as many from each replica whatever its shard, an LSTM's (layers, samples, features)
+    say. Of equal shards that is told by the shape alone: a shard's size along another dimension. It
+    cannot be told where there are as many of them as a shard has samples, two layers of two samples
+    each; where a table's width is a shard's size, it is taken for rows.
     """
 
     shards: Sequence[int]
@@ -45,15 +49,17 @@ class Joiner:
     place: Any
     dim: int
     are_listed: bool = False
-    """Whether the inputs had lists of one entry a sample, so that lists as long as the shards are the same."""
+    """Whether the inputs had lists of one entry a sample, so that lists as long as the shards are
+    the same."""
     keeps_caches: bool = True
 
     def join(self, outputs: Sequence[Any]) -> Any:
         """The replicas' outputs as one; that of a single replica is moved and returned as it is.
 
         Raises:
-            TypeError: the outputs differ in structure, in a value that cannot be combined, or in the dtype or shape of
-                tensors that are to be joined, or their rows are no samples'; the message names the path.
+            TypeError: the outputs differ in structure, in a value that cannot be combined, or in
+                the dtype or shape of tensors that are to be joined, or their rows are no samples';
+                the message names the path.
             ConfigError: a cache that cannot be joined.
         """
         if len(outputs) == 1:
@@ -93,7 +99,8 @@ class Joiner:
         if not is_number:
             return torch.stack(sent)
         wide = torch.promote_types(leaves[0].dtype, torch.float32)  # half precision is rounded once, at the end
-        # What counts nothing is left out: a mean over no tokens is NaN, and so would 0 times it be, and its gradient.
+        # What counts nothing is left out: a mean over no tokens is NaN, and so would 0 times it be,
+        # and its gradient.
         pairs = zip(sent, self._shares, strict=True)
         weighted = [leaf.to(wide) * share for leaf, share in pairs if share]
         return sum(weighted[1:], weighted[0]).to(leaves[0].dtype)
@@ -144,7 +151,7 @@ class Joiner:
         return rebuild_like(trees[0], [self._moved(entry) for tree in trees for entry in tree])
 
     def _are_of_samples(self, trees: Sequence[Any]) -> bool:
-        """Whether lists that are as long as the shards are of samples, or alike in structure by chance."""
+        """Whether lists are of samples, or as long as the shards by chance."""
         if len(set(self.shards)) > 1:
             return True
         entries = [entry for tree in trees for entry in tree]
@@ -160,7 +167,10 @@ class Joiner:
 
 
 def all_tensors_of(output: Any) -> list[Tensor]:
-    """Every tensor of an output, also those inside objects that are no containers: a gradient may come back through any."""
+    """Every tensor of an output, also those inside objects that are no containers.
+
+    A gradient may come back through any of them.
+    """
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
     waiting = [output]
@@ -175,7 +185,7 @@ def all_tensors_of(output: Any) -> list[Tensor]:
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    """Whether it can be iterated over again and again, and gives tensors: nn.DataParallel joins such objects."""
+    """Whether it can be iterated over and gives tensors: nn.DataParallel joins such objects."""
     if isinstance(leaf, Tensor | str | bytes | Iterator | AbstractSet) or not isinstance(leaf, Iterable):
         return False
     return bool(tensors_of(list(leaf)))
@@ -193,7 +203,7 @@ def _made_of(path: str, first: Any, items: list[Any]) -> Any:
 
 
 def _check_alike(path: str, leaves: list[Tensor], dim: int) -> None:
-    """What is to be one tensor must agree in dtype, and in shape but for `dim`: nothing is cast or broadcast."""
+    """One tensor has one dtype, and one shape but for `dim`: nothing is cast or broadcast."""
     shapes = [tuple(leaf.shape) for leaf in leaves]
     dtypes = [leaf.dtype for leaf in leaves]
     if _can_be_joined(shapes, dim) and len(set(dtypes)) == 1:

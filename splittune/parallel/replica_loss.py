@@ -1,4 +1,4 @@
-"""The loss where the data is: each replica computes it on its own device, and only scalars travel."""
+"""The loss where the data is: each replica computes it on its device, and only scalars travel."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 class ReplicaLoss:
     """``loss_fn(output, targets)`` for every replica, and what its mean is a mean over.
 
-    `weight_fn(targets)` says how much a shard counts: its tokens, where the mean is over tokens. Without it a shard
-    counts as its samples. Example: losses of 1.0 and 4.0 over shards of 2 and 6 tokens are 3.25 together.
+    `weight_fn(targets)` says how much a shard counts: its tokens, where the mean is over tokens.
+    Without it a shard counts as its samples. Example: losses of 1.0 and 4.0 over shards of 2 and 6
+    tokens are 3.25 together.
     """
 
     loss_fn: LossFunction
@@ -36,16 +37,17 @@ class ReplicaLoss:
                 raise ConfigError(f"{name} is {function!r}: expected a function.")
 
     def on(self, positions: Sequence[int], link: Link) -> dict[int, LossFunction]:
-        """The loss function for each position; one that is a module, with class weights say, is copied there."""
+        """The loss function for each position; one that is a module is copied there."""
         if not isinstance(self.loss_fn, nn.Module):
             return dict.fromkeys(positions, self.loss_fn)
         return dict(zip(positions, replicate(self.loss_fn, link, positions), strict=True))
 
     def arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments with the targets the last of the positional ones: what `loss_fn` gets, and the module not.
+        """A call's arguments, the last of the positional ones the targets, which `loss_fn` gets.
 
-        They are that in ``model(inputs, targets)``, the entry of that name in ``model(inputs, labels=targets)`` and
-        ``model(**batch)`` (`TARGET_KEYS`), and the only positional argument in ``model(targets, **inputs)``.
+        They are that in ``model(inputs, targets)``, the entry of that name in ``model(inputs,
+        labels=targets)`` and ``model(**batch)`` (`TARGET_KEYS`), and the only positional argument
+        in ``model(targets, **inputs)``.
 
         Raises:
             ConfigError: there are none.
@@ -67,7 +69,8 @@ class ReplicaLoss:
         """How much a loader's batch counts, ``(inputs, targets)`` or a mapping that names them.
 
         Raises:
-            ConfigError: `weight_fn` finds no targets in it, or gave something other than a number of at least 0.
+            ConfigError: `weight_fn` finds no targets in it, or gave something other than a number
+                of at least 0.
         """
         if self.weight_fn is None:
             return float(num_samples)

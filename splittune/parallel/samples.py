@@ -1,7 +1,8 @@
 """A batch by its samples: how many it has, where they are, and a part of them.
 
-Samples are stacked, every tensor with one row for each along the batch's dimension, or listed: lists or tuples with one
-tensor or record for each, as detection has its images and targets. A record is a mapping, a dataclass or a named tuple.
+Samples are stacked, every tensor with one row for each along the batch's dimension, or listed:
+lists or tuples with one tensor or record for each, as detection has its images and targets. A
+record is a mapping, a dataclass or a named tuple.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from splittune.errors import ConfigError
 from splittune.parallel.caches import is_cache, items_of, made_of
 from splittune.parallel.nesting import children_of, is_record, rebuild_like, tensors_of
 
-# Counts what the whole batch holds, and transformers divides a sum by it: a part of the batch gets its part of the count.
+# Counts what the whole batch holds, and transformers divides a sum by it: a part of the batch gets
+# its part of the count.
 TOTALS = ("num_items_in_batch",)
 
 
@@ -28,7 +30,8 @@ class Samples(NamedTuple):
     are_listed: bool
     """Whether lists of tensors or records have one entry a sample."""
     is_certain: bool = False
-    """Whether the batch could be read both ways and something decided: what to expect of the next one."""
+    """Whether the batch could be read both ways and something decided: what to expect of the next
+    one."""
 
 
 def read_samples(
@@ -36,17 +39,20 @@ def read_samples(
 ) -> Samples:
     """How many samples a batch holds, and whether stacked or listed.
 
-    All tensors of one size along `dim` are stacked samples, as many as that. Where sizes differ, lists of tensors or
-    records are listed samples, as many as their length; tensors outside of such lists agree with it. A list of 16
-    images of (3, 8, 8) can be both: it is read as the one before was, `listed` or not, where that is known; else as
-    what has the `expected` size; else as stacked. A batch that is itself a list of tensors is inputs and targets, not samples;
-    with `is_call`, `tree` is a call's arguments, ``(args, kwargs)``, and each of those may be samples.
+    All tensors of one size along `dim` are stacked samples, as many as that. Where sizes differ,
+    lists of tensors or records are listed samples, as many as their length; tensors outside of such
+    lists agree with it. A list of 16 images of (3, 8, 8) can be both: it is read as the one before
+    was, `listed` or not, where that is known; else as what has the `expected` size; else as
+    stacked. A batch that is itself a list of tensors is inputs and targets, not samples; with
+    `is_call`, `tree` is a call's arguments, ``(args, kwargs)``, and each of those may be samples.
 
-    Tensors of fewer dimensions, such as 0-dim ones, belong to no sample and are left out.
-    Example: ``([image, image], [{"boxes": ...}, {"boxes": ...}])`` with unlike boxes holds 2 samples, listed.
+    Tensors of fewer dimensions, such as 0-dim ones, belong to no sample and are left out. Example:
+    ``([image, image], [{"boxes": ...}, {"boxes": ...}])`` with unlike boxes holds 2 samples,
+    listed.
 
     Raises:
-        ConfigError: no tensor has the dimension, or their sizes differ; the message lists every path with its size.
+        ConfigError: no tensor has the dimension, or their sizes differ; the message lists every
+            path with its size.
     """
     sizes = {tensor.size(dim) for _, tensor in tensors_of(tree) if _has_dim(tensor, dim)}
     roots = [*tree[0], *tree[1].values()] if is_call else _roots_of(tree)
@@ -70,10 +76,13 @@ def read_samples(
 
 
 def batch_size_of(tree: Any, dim: int = 0, expected: int | None = None) -> int:
-    """The samples of a batch, see `read_samples`: ``{"x": torch.zeros(8, 3), "scale": torch.tensor(2.0)}`` has 8.
+    """How many samples a batch holds, see `read_samples`.
+
+    Example: ``{"x": torch.zeros(8, 3), "scale": torch.tensor(2.0)}`` has 8.
 
     Raises:
-        ConfigError: no tensor has the dimension, or their sizes differ; the message lists every path with its size.
+        ConfigError: no tensor has the dimension, or their sizes differ; the message lists every
+            path with its size.
     """
     return read_samples(tree, dim, expected=expected).size
 
@@ -85,14 +94,17 @@ def slice_batch(
 
     - A tensor whose size along `dim` is `batch_size` is narrowed: a view, nothing is copied.
     - A tensor without that dimension (0-dim, say) passes as it is: all samples share it.
-    - A list or tuple of one plain leaf a sample is sliced as well: its length is `batch_size`, above 1, and its elements
-      are strings, numbers, None, 0-dim tensors, or records of such. A named tuple never is.
+    - A list or tuple of one plain leaf a sample is sliced as well: its length is `batch_size`,
+      above 1, and its elements are strings, numbers, None, 0-dim tensors, or records of such. A
+      named tuple never is.
     - Where samples are `listed`, a list or tuple of `batch_size` tensors or records is sliced.
-    - A count of what the batch holds (`TOTALS`, in a mapping) becomes the part's: of 40 tokens in 4 samples, 1 has 10.
+    - A count of what the batch holds (`TOTALS`, in a mapping) becomes the part's: of 40 tokens in 4
+      samples, 1 has 10.
     - Every other leaf passes as it is.
 
-    `batch_size` None means what `read_samples` says; `listed` None, listed only where the tensors' sizes differ.
-    Example: ``slice_batch((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)`` gives ``(tensor([1, 2]), ["b", "c"])``.
+    `batch_size` None means what `read_samples` says; `listed` None, listed only where the tensors'
+    sizes differ. Example: ``slice_batch((torch.arange(4), ["a", "b", "c", "d"]), 1, 3)`` gives
+    ``(tensor([1, 2]), ["b", "c"])``.
 
     Raises:
         ConfigError: a tensor has another size along `dim`; the message names its path.
@@ -109,7 +121,8 @@ def slice_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments for samples `start` to `stop`, each cut as `slice_batch` does.
 
-    Save for a tuple of numbers, which passes: as an argument, ``(224, 224)`` is a size and not two samples.
+    Save for a tuple of numbers, which passes: as an argument, ``(224, 224)`` is a size and not two
+    samples.
     """
     part = _slice(start, stop, dim, samples.size)
     pick = part._replace(sequence=lambda found: list(found if _is_setting(found) else part.sequence(found)))
@@ -121,10 +134,10 @@ def slice_arguments(
 def select_batch(
     tree: Any, indices: Tensor, dim: int = 0, batch_size: int | None = None, listed: bool | None = None
 ) -> Any:
-    """The samples at `indices` (1-dim, int64), in that order and repeated as often as they are; else as `slice_batch`.
+    """The samples at `indices` (1-dim, int64), in that order and as often as they are there.
 
-    Example: ``select_batch((torch.arange(2), ["a", "b"]), torch.tensor([0, 1, 0]))`` gives
-    ``(tensor([0, 1, 0]), ["a", "b", "a"])``.
+    All else is as in `slice_batch`. Example: ``select_batch((torch.arange(2), ["a", "b"]),
+    torch.tensor([0, 1, 0]))`` gives ``(tensor([0, 1, 0]), ["a", "b", "a"])``.
 
     Raises:
         ConfigError: a tensor has another size along `dim`; the message names its path.
@@ -140,13 +153,13 @@ def select_batch(
 
 
 def has_rows(tree: Any, num_rows: int, dim: int) -> bool:
-    """Whether every tensor in it has that many rows along `dim`, 0-dim ones aside, and there is one."""
+    """Whether there are tensors, 0-dim ones aside, and all have that many rows along `dim`."""
     tensors = [tensor for _, tensor in tensors_of(tree) if tensor.dim()]
     return bool(tensors) and all(_has_dim(tensor, dim) and tensor.size(dim) == num_rows for tensor in tensors)
 
 
 class _Pick(NamedTuple):
-    """How samples are picked from a tensor, and from a sequence of one entry a sample; which part of all they are."""
+    """How samples are picked from a tensor and a sequence, and which part of all they are."""
 
     tensor: Callable[[Tensor], Tensor]
     sequence: Callable[[Sequence[Any]], list[Any]]
@@ -233,7 +246,7 @@ def _is_setting(sequence: Sequence[Any]) -> bool:
 
 
 def _roots_of(batch: Any) -> Sequence[Any]:
-    """Where samples may be listed: in the batch, or in its parts where the batch itself is a list of tensors."""
+    """Where samples may be listed: the batch, or its parts where it is a list of tensors."""
     is_parts = _is_sequence(batch) and all(isinstance(part, Tensor) for part in batch)
     return list(batch) if is_parts else [batch]
 
@@ -261,7 +274,7 @@ def _has_records(roots: Sequence[Any]) -> bool:
 
 
 def _is_list_of_samples(tree: Any) -> bool:
-    """Tensors, or records that hold one: a pair of a batch's inputs and targets, two unlike mappings, is not."""
+    """Tensors, or records of one kind that hold one: a pair of two unlike mappings is none."""
     if not _is_sequence(tree) or not tree:
         return False
     if all(isinstance(element, Tensor) for element in tree):

@@ -19,9 +19,10 @@ NUM_BATCHES_READ = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatch:
-    """The most expensive of the batches that were read, in elements per sample: what trials are run on.
+    """The most expensive of the batches that were read: what trials are run on.
 
-    A padded batch of long sequences needs more memory than a short one, and the split must hold for both.
+    It has the most elements per sample. A padded batch of long sequences needs more memory than a
+    short one, and the split must hold for both.
     """
 
     batch: Any
@@ -29,10 +30,11 @@ class SampleBatch:
     loader_batch_size: int
     """Samples of the largest batch that was read: the loader's own size."""
     are_listed: bool | None = None
-    """Whether its samples are in lists, one tensor or record each; None to see what the tensors' sizes say."""
+    """Whether its samples are in lists, one tensor or record each; None to see what the tensors'
+    sizes say."""
 
     def micro_batch(self, num_samples: int) -> Any:
-        """A batch of `num_samples`, nested as the loader's: its first samples, over again where it has fewer."""
+        """A batch of `num_samples`: the first of the loader's, over again where it has fewer."""
         if num_samples <= self.batch_size:
             return slice_batch(self.batch, 0, num_samples, batch_size=self.batch_size, listed=self.are_listed)
         indices = torch.arange(num_samples) % self.batch_size
@@ -42,11 +44,13 @@ class SampleBatch:
 def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> SampleBatch:
     """Read up to `num_batches` from `loader`, which is only iterated, and keep the most expensive.
 
-    Where a batch can be read in two ways, 16 images of 3 channels say, the loader's own batch size decides.
+    Where a batch can be read in two ways, 16 images of 3 channels say, the loader's own batch size
+    decides.
 
     Raises:
-        ConfigError: the loader is a one-shot iterator (its batches would be lost to training), cannot be iterated, or is
-            empty; or a batch has no tensor, or tensors of different sizes.
+        ConfigError: the loader is a one-shot iterator (its batches would be lost to training),
+            cannot be iterated, or is empty; or a batch has no tensor, or tensors of different
+            sizes.
     """
     if isinstance(loader, Iterator):
         raise ConfigError(

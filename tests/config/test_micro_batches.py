@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittune.config import MicroBatch, SplitConfig
+from splittune.config.micro_batches import cut_batch
 from splittune.errors import ConfigError
 from splittune.hardware.base import Device
 from splittune.split import BatchSplit
@@ -130,3 +131,29 @@ def test_a_batch_that_cannot_be_cut_is_refused_at_the_call(batch: Any, message: 
     """Too many samples, none, no tensor, or targets of another size: refused before anything is yielded."""
     with pytest.raises(ConfigError, match=re.escape(message)):
         config().micro_batches(batch)
+
+
+# samples in lists
+
+
+def test_lists_of_samples_are_cut_into_micro_batches() -> None:
+    """A full batch tells what its lists are; a short one is told, by the model that has seen full ones."""
+    split = BatchSplit.even(global_batch_size=16, accumulation_steps=4, num_devices=2)
+    alike = [torch.full((3, 4, 4), float(index)) for index in range(16)]
+    parts = [micro.batch[0] for micro in cut_batch((alike,), split)]
+    assert [len(part) for part in parts] == [4, 4, 4, 4]
+    assert [int(image[0, 0, 0]) for part in parts for image in part] == list(range(16))
+    short = list(cut_batch((alike[:6],), split, listed=True))
+    assert [len(micro.batch[0]) for micro in short] == [3, 3]
+    assert sum(micro.weight for micro in short) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("num_samples", [16, 7, 1])
+def test_a_count_of_the_batch_is_shared_out_by_weight(num_samples: int) -> None:
+    """A sum over the whole batch's items, divided by their number, is the weighted mean of the micro-batches'."""
+    split = BatchSplit.even(global_batch_size=16, accumulation_steps=3, num_devices=2)
+    x = torch.arange(float(num_samples))
+    total = 0.0
+    for micro in cut_batch({"x": x, "num_items_in_batch": 40}, split):
+        total += float(micro.batch["x"].sum() / micro.batch["num_items_in_batch"]) * micro.weight
+    assert total == pytest.approx(float(x.sum() / 40))

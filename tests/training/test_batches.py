@@ -10,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from splittune.errors import ConfigError
 from splittune.training import SampleBatch, read_batches
@@ -208,3 +215,36 @@ def test_the_errors_of_a_loader_pass_through() -> None:
     for loader in (DataLoader(Broken(), batch_size=2), BrokenLoader()):
         with pytest.raises(TypeError, match="a bug of the user's own"):
             read_batches(loader)
+
+
+# samples in lists
+
+
+def images(num_samples: int) -> tuple[list[Tensor]]:
+    return ([torch.full((3, 4, 4), float(index)) for index in range(num_samples)],)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_loaders_batch_size_tells_samples_from_channels(sampled: bool) -> None:
+    """Lists of 16 images of 3 channels are batches of 16, a short one of 5 too; micro-batches are lists of images."""
+    sampler: dict[str, Any] = {"batch_size": 16}
+    if sampled:
+        sampler = {"batch_sampler": BatchSampler(SequentialSampler(range(21)), batch_size=16, drop_last=False)}
+    loader = DataLoader(range(21), collate_fn=lambda items: images(len(items)), **sampler)  # type: ignore[arg-type, var-annotated]
+    samples = read_batches(loader)
+    assert (samples.loader_batch_size, samples.are_listed) == (16, True)
+    for num_samples in (3, 5, 16, 20):
+        (made,) = samples.micro_batch(num_samples)
+        assert [int(image[0, 0, 0]) for image in made] == [index % samples.batch_size for index in range(num_samples)]
+
+
+def test_without_a_batch_size_tensors_alike_are_stacked() -> None:
+    """A plain list of batches says nothing: two inputs of 5 samples are no batch of two."""
+    left, right = torch.zeros(5, 8), torch.ones(5, 8)
+    assert read_batches([([left, right],)]).loader_batch_size == 5
+
+
+def test_a_repeated_batch_counts_its_items_again() -> None:
+    """Twice the samples hold twice the tokens."""
+    samples = read_batches([{"x": torch.zeros(4, 2), "num_items_in_batch": torch.tensor(40)}])
+    assert samples.micro_batch(8)["num_items_in_batch"] == 80
