@@ -10,8 +10,9 @@ from torch import nn
 from splittune.parallel.data_parallel import BalancedDataParallel
 from splittune.parallel.devices import DeviceLike, resolve_devices
 from splittune.parallel.link import Link
-from splittune.parallel.nesting import batch_size_of, tensors_of
+from splittune.parallel.nesting import tensors_of
 from splittune.parallel.replica_loss import LossFunction, WeightFunction
+from splittune.parallel.samples import read_samples
 from splittune.split import even_shards
 
 
@@ -62,7 +63,7 @@ def data_parallel(
     devices = resolve_devices(device_ids, module)
     if shard_sizes is None and gpu0_bsz is None:
         call = (args, kwargs)
-        num_samples = batch_size_of(call, dim) if tensors_of(call) else 0
+        num_samples = read_samples(call, dim, is_call=True).size if tensors_of(call) else 0
         shard_sizes = even_shards(max(num_samples, len(devices)), len(devices))
     wrapper = BalancedDataParallel(
         gpu0_bsz,
