@@ -44,6 +44,7 @@ SEES_ONLY = {
         "splittune.profiling.noise",
         "splittune.hardware.base",
         "splittune.split",
+        "splittune.checks",
         "splittune.errors",
         "splittune.units",
         "splittune.signals",

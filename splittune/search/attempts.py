@@ -1,4 +1,4 @@
-"""What one measured split teaches about the others."""
+"""A measured split as the search judges it: whether it fits, which devices lacked memory, what that rules out."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.arrays import BoolArray, FloatArray
 
 if TYPE_CHECKING:
     from splittune.split import BatchSplit
 
-# How messages name a device by its index within the job: `DeviceMemory.describe_lack` begins so, and so does torch's
-# account of an error in a replica, whose number is the replica's place in the list of devices. The "GPU 1" and
-# "device 1" in torch's own texts count torch's devices, and are not read.
+# How a message names a device by its index within the job. `DeviceMemory.describe_lack` begins with
+# "device 1:". torch's account of an error in a replica gives the replica's place in the list of devices.
+# The "GPU 1" and "device 1" inside torch's own texts count torch's devices, and are not read.
 _NAMED_DEVICE = re.compile(r"^device (\d+):|^Caught OutOfMemoryError in replica (\d+)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A measurement and the devices known to have lacked memory in it.
-
-    `lacking` is empty where the split fitted, and also where it ran out of memory and nobody knows where.
-    """
+    """A measurement, judged by the headroom demanded, and the devices known to have lacked memory."""
 
     measurement: Measurement
     lacking: frozenset[int] = field(default_factory=frozenset)
+    """Empty where the split fitted, and where it ran out of memory on a device that nobody names."""
 
     @property
     def split(self) -> BatchSplit:
         return self.measurement.split
+
+    @property
+    def ran(self) -> bool:
+        """Its steps were timed; it may have kept too little headroom."""
+        return self.measurement.throughput is not None
 
     @property
     def fits(self) -> bool:
@@ -48,9 +54,9 @@ class Attempt:
 
     @property
     def likely_oom_devices(self) -> frozenset[int]:
-        """The devices that lacked memory, else the likeliest: the one with the least left, else GPU 0.
+        """The devices known to have lacked memory, else the one with the least left, else GPU 0.
 
-        A guess is good enough to choose what to measure next, never to rule a split out.
+        This is a guess. It may choose what to measure next, but never rules a split out.
         """
         if self.lacking or not self.lacks_memory:
             return self.lacking
@@ -58,22 +64,48 @@ class Attempt:
         return frozenset({0 if tightest is None else tightest.device})
 
     def rules_out(self, split: BatchSplit) -> bool:
-        """True when `split` must lack memory too, since this one did and no demand of `split` is smaller.
+        """Whether `split` must lack memory because this one did; `rules_out_each` says when that is."""
+        steps, shards = np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float)
+        return bool(self.rules_out_each(steps, shards)[0])
 
-        Memory grows with a device's shard and with the micro-batch (GPU 0 gathers its outputs), and accumulation costs
-        GPU 0 one more copy of the gradients, so a failure with several steps says nothing about a single one. The
-        devices known to have lacked memory decide, each by itself; where none is known every shard must be at least
-        as large. Example: GPU 0 lacked memory with shards (8, 8) in 2 steps; that rules out (9, 7), not (7, 9) or,
-        in 1 step, (8, 24).
+    def rules_out_each(self, steps: FloatArray, shards: FloatArray) -> BoolArray:
+        """(N,) which splits must lack memory because this one did: `steps` is (N,), `shards` (N, n).
+
+        A split is ruled out if a device known to have lacked memory gets as many samples or more, see
+        `largest_open_shards`. Where no such device is known, every shard must be at least as large.
+        Example: GPU 0 lacked memory with shards (8, 8) in 2 steps. That rules out (9, 7). It rules out
+        neither (7, 9) nor, in 1 step, (8, 24).
+        """
+        if not self.lacks_memory:
+            return np.zeros(len(steps), dtype=bool)
+        micro_batches = shards.sum(axis=1)
+        if self.lacking:
+            return np.asarray((shards > self.largest_open_shards(steps, micro_batches)).any(axis=1))
+        are_larger = (shards >= np.array(self.split.shard_sizes)).all(axis=1)
+        return np.asarray(self._holds_for(steps, micro_batches) & are_larger)
+
+    def largest_open_shards(self, steps: FloatArray, micro_batches: FloatArray) -> FloatArray:
+        """(N, n) the largest shard of each device that this failure leaves open.
+
+        `steps` and `micro_batches` are (N,). Infinite where the failure says nothing of a device; -1
+        where a device lacked memory without any sample. Example: GPU 0 lacked memory with shards (8, 8)
+        in 2 steps. In 2 steps of 16 samples that leaves (7, inf).
+        """
+        largest = np.full((len(steps), self.split.num_devices), np.inf)
+        holds = self._holds_for(steps, micro_batches)
+        for device in self.lacking:
+            largest[holds, device] = self.split.shard_sizes[device] - 1
+        return largest
+
+    def _holds_for(self, steps: FloatArray, micro_batches: FloatArray) -> BoolArray:
+        """(N,) where a device needs as much memory as here, or more, for the same shard.
+
+        GPU 0 gathers the outputs of the whole micro-batch, so a smaller one may fit. Accumulation costs
+        one more copy of the gradients, so a failure with several steps says nothing of a single step.
         """
         failed = self.split
-        if not self.lacks_memory or split.micro_batch_size < failed.micro_batch_size:
-            return False
-        if failed.accumulation_steps > 1 and split.accumulation_steps == 1:
-            return False
-        if self.lacking:
-            return any(split.shard_sizes[device] >= failed.shard_sizes[device] for device in self.lacking)
-        return all(own >= other for own, other in zip(split.shard_sizes, failed.shard_sizes, strict=True))
+        is_as_large = micro_batches >= failed.micro_batch_size
+        return np.asarray(is_as_large & ((steps > 1) | (failed.accumulation_steps == 1)))
 
 
 def lacking_devices(measurement: Measurement, min_headroom_bytes: Sequence[int]) -> frozenset[int]:
@@ -93,41 +125,17 @@ def lacking_devices(measurement: Measurement, min_headroom_bytes: Sequence[int])
     return frozenset(short)
 
 
-def known_infeasible(split: BatchSplit, attempts: Iterable[Attempt]) -> bool:
-    """True when one of the attempts shows that `split` lacks memory."""
-    return any(attempt.rules_out(split) for attempt in attempts)
+def known_infeasible(split: BatchSplit, trials: Iterable[Attempt]) -> bool:
+    """Whether one of the trials shows that `split` lacks memory."""
+    return any(trial.rules_out(split) for trial in trials)
 
 
-def next_for_baseline(even_splits: Sequence[BatchSplit], attempts: Sequence[Attempt]) -> BatchSplit | None:
-    """The even split to measure next on the way to the baseline; None once that is settled.
-
-    Fewest steps first, then twice as many until one fits (the last of all before giving up), then the middle between
-    the last failure and the first that fits: 64 samples that fit from 5 steps on are measured at 1, 2, 4, 8, 6, 5.
-    """
-    known = {attempt.split: attempt.fits for attempt in attempts}
-    fits = [known.get(split, False if known_infeasible(split, attempts) else None) for split in even_splits]
-    first = next((place for place, answer in enumerate(fits) if answer), None)
-    beyond = len(fits) if first is None else first
-    last_failure = max((place for place, answer in enumerate(fits[:beyond]) if answer is False), default=-1)
-    if first is None:
-        last = len(fits) - 1
-        place = min(max(0, 2 * last_failure + 1), last)
-        return even_splits[place] if last_failure < last else None
-    return even_splits[(last_failure + first) // 2] if first - last_failure > 1 else None
-
-
-def best_attempt(attempts: Iterable[Attempt]) -> Attempt | None:
+def best_trial(trials: Iterable[Attempt]) -> Attempt | None:
     """The fastest that fits; of equals the one with more headroom, then the one measured first."""
-    return min((attempt for attempt in attempts if attempt.fits), key=lambda a: rank(a.measurement), default=None)
+    return min((trial for trial in trials if trial.fits), key=lambda trial: rank(trial.measurement), default=None)
 
 
 def rank(measurement: Measurement) -> tuple[float, float]:
     """Sorts measurements that fit from best to worst: faster first, then more headroom where it is least."""
     tightest = min((memory.headroom_bytes for memory in measurement.memory), default=float("-inf"))
     return -(measurement.throughput or 0.0), -tightest
-
-
-def baseline_attempt(even_splits: Sequence[BatchSplit], attempts: Sequence[Attempt]) -> Attempt | None:
-    """The even split at the fewest steps among those that fit; None where none does."""
-    fitting = {attempt.split: attempt for attempt in attempts if attempt.fits}
-    return next((fitting[split] for split in even_splits if split in fitting), None)

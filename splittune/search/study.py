@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from numbers import Integral
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, Literal
 
 from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
+from splittune.checks import check_int
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import Measurement
 from splittune.search.attempts import Attempt, lacking_devices
 from splittune.search.candidates.table import even_table
 from splittune.search.finalists import confirm_finalists
+from splittune.search.headroom import headroom_demands
 from splittune.search.no_feasible import no_feasible_split
 from splittune.search.result import SearchResult, Stopped, Trial
 from splittune.search.samplers.filtered import FilteredSampler
@@ -85,7 +86,7 @@ def find_best_split(
         ConfigError: an argument is unusable, or the study in `storage` belongs to another search.
     """
     _check_limits(max_trials, timeout_s)
-    demands = _checked_demands(min_headroom_bytes, space.num_devices)
+    demands = headroom_demands(min_headroom_bytes, space.num_devices)
     chosen = make_sampler(sampler, space, seed, demands)
     with quiet_optuna(), open_study(storage, study_name, chosen, asdict(space)) as study:
         records.demand(study, demands)
@@ -135,9 +136,7 @@ class _Search:
         def measure_again(split: BatchSplit, reason: str, turn: int) -> Measurement:
             return self._confirm_one(confirm, split, reason, f"{round_of}:{turn}")
 
-        evens = even_table(self.space)
-        even_splits = [evens.split(row) for row in range(len(evens))]
-        confirmed = confirm_finalists(even_splits, self.attempts, measure_again)
+        confirmed = confirm_finalists(even_table(self.space).splits(), self.attempts, measure_again)
         if confirmed.best is None:
             raise no_feasible_split(self.trials, stopped, self.demands)
         return SearchResult(
@@ -145,7 +144,7 @@ class _Search:
             baseline=confirmed.baseline,
             trials=tuple(self.trials),
             stopped=stopped,
-            warnings=self.sampler.warnings(self.attempts) if isinstance(self.sampler, GuidedSampler) else (),
+            warnings=self.sampler.warnings(self.attempts),
         )
 
     def _search_one(self, measure: Measure) -> None:
@@ -219,28 +218,6 @@ class _Search:
 
 
 def _check_limits(max_trials: object, timeout_s: object) -> None:
-    if not _is_whole(max_trials) or max_trials < 1:
-        raise ConfigError(f"max_trials is {max_trials!r}: expected an integer of at least 1, the splits to search.")
+    check_int("max_trials", max_trials, at_least=1)
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise ConfigError(f"timeout_s is {timeout_s!r}: expected seconds above 0, or None for no limit.")
-
-
-def _checked_demands(min_headroom_bytes: object, num_devices: int) -> tuple[int, ...]:
-    """The headroom demanded of each device, in bytes."""
-    demands = tuple(min_headroom_bytes) if isinstance(min_headroom_bytes, Sequence) else (min_headroom_bytes,)
-    if isinstance(min_headroom_bytes, Sequence) and len(demands) != num_devices:
-        raise ConfigError(
-            f"min_headroom_bytes has {len(demands)} numbers for {num_devices} devices: give one for each device, or a "
-            "single number for all."
-        )
-    checked = tuple(int(demand) for demand in demands if _is_whole(demand) and demand >= 0)
-    if len(checked) != len(demands):
-        raise ConfigError(
-            f"min_headroom_bytes is {min_headroom_bytes!r}: expected whole bytes of at least 0, one number or one for "
-            "each device."
-        )
-    return checked if len(checked) == num_devices else checked * num_devices
-
-
-def _is_whole(number: object) -> TypeGuard[int]:
-    return isinstance(number, Integral) and not isinstance(number, bool)

@@ -20,13 +20,13 @@ from splittune.report.tables import save_csv, trials_table
 from splittune.search import Trial
 from splittune.split import BatchSplit
 from tests.config.example import CONFIG
-from tests.search.problem import Problem
+from tests.search.problem import linear_job
 
 Tried = Callable[[str, str, str, str], None]
 
 SPLIT = BatchSplit(global_batch_size=64, accumulation_steps=4, shard_sizes=(4, 4, 4, 4))
 TRIALS = [
-    Trial(number=i, kind="search", measurement=Problem().measure(SPLIT), reason="", elapsed_s=1.0, is_resumed=False)
+    Trial(number=i, kind="search", measurement=linear_job().measure(SPLIT), reason="", elapsed_s=1.0, is_resumed=False)
     for i in range(3)
 ]
 OLD, NEW = replace(CONFIG, seed=1), replace(CONFIG, seed=2)

@@ -1,100 +1,201 @@
-"""A job with a known truth: how long each split takes, and what memory it needs."""
+"""Jobs with a known truth, made by hand: how long each split takes, what memory it needs, what trials of it say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from splittune.hardware.base import DeviceMemory
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.problems.problem import CardMemory, CardTime
+from benchmarks.problems.problem import Problem as KnownProblem
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.split import BatchSplit, SplitSpace
+from splittune.search.attempts import Attempt, lacking_devices
+from splittune.split import BatchSplit
 
 MIB = 1024**2
+VAST = 10**6
 
 
 @dataclass(kw_only=True)
-class Problem:
-    """Step time k * (c + max_i(a_i + b_i * s_i)) + u; memory linear in the shard, and on GPU 0 in the micro-batch too.
+class Job(KnownProblem):
+    """A problem made by hand, which may hide what real trials may hide."""
 
-    Device i holds ``fixed_mib[i] + sample_mib * s_i``; GPU 0 holds besides ``output_mib`` for each sample of the
-    micro-batch, and ``gradients_mib`` more when it accumulates.
-    """
+    seed: int = 0
+    kind: str = "affine"
+    headroom_fraction: float = 0.05
+    """The part of its memory, as far as others leave it, that every device must keep free."""
+    tells_all: bool = True
+    """Whether a trial tells the peaks of single phases, what is held at rest, and readings where it ran out of memory."""
+    oom: Literal["named", "silent", "readings"] = "named"
+    """How a lack of memory looks: the message names the device; it does not; or the steps run, and readings show it."""
 
-    B: int = 64
-    num_devices: int = 4
-    shares: str = "gpu0"
-    c: float = 0.010
-    a: float = 0.010
-    b: tuple[float, ...] | float = 0.002
-    u: float = 0.005
-    total_mib: tuple[int, ...] | int = 100_000
-    sample_mib: float = 100.0
-    output_mib: float = 0.0
-    gradients_mib: float = 0.0
-    fixed_mib: float = 0.0
-    oom: str = "readings"
-    """How a failure looks: 'readings' (NO_HEADROOM), 'named' (OOM, the message names the device) or 'silent'."""
-    busy: bool = False
-    """Whether the devices' busy times are reported."""
-    measured: list[BatchSplit] = field(default_factory=list)
+    @property
+    def min_headroom_bytes(self) -> tuple[int, ...]:
+        return tuple(int(self.headroom_fraction * (card.total - card.outside)) for card in self.memories)
 
-    def space(self) -> SplitSpace:
-        return SplitSpace(global_batch_size=self.B, num_devices=self.num_devices, shares=self.shares)  # type: ignore[arg-type]
-
-    def needed_mib(self, split: BatchSplit) -> list[float]:
-        needed = [self.fixed_mib + self.sample_mib * shard for shard in split.shard_sizes]
-        needed[0] += self.output_mib * split.micro_batch_size + self.gradients_mib * (split.accumulation_steps > 1)
-        return needed
-
-    def fits(self, split: BatchSplit) -> bool:
-        return all(needed <= total for needed, total in zip(self.needed_mib(split), self._totals(), strict=True))
-
-    def busy_s(self, split: BatchSplit) -> tuple[float, ...]:
-        slopes = (self.b,) * self.num_devices if isinstance(self.b, float) else self.b
-        return tuple(self.a + b * shard for b, shard in zip(slopes, split.shard_sizes, strict=True))
-
-    def step_time_s(self, split: BatchSplit) -> float:
-        return split.accumulation_steps * (self.c + max(self.busy_s(split))) + self.u
-
-    def throughput(self, split: BatchSplit) -> float:
-        return self.B / self.step_time_s(split)
-
-    def best_throughput(self) -> float:
-        """That of the best split, by looking at all of them."""
-        return max(self.throughput(split) for split in self.space() if self.fits(split))
+    def keeps_headroom(self, tried: BatchSplit) -> bool:
+        return bool(self.fits(*rows([tried])).all())
 
     def baseline(self) -> BatchSplit | None:
-        return next((split for split in self.space().even_splits() if self.fits(split)), None)
+        return next((one for one in self.space().even_splits() if self.keeps_headroom(one)), None)
 
     def measure(self, split: BatchSplit) -> Measurement:
-        self.measured.append(split)
-        lacking = [i for i, (n, t) in enumerate(zip(self.needed_mib(split), self._totals(), strict=True)) if n > t]
-        if lacking and self.oom != "readings":
-            message = f"device {lacking[0]}: out of memory" if self.oom == "named" else "out of memory"
-            return Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY, message=message)
-        return Measurement(
-            split=split,
-            outcome=Outcome.OK,  # a reading above the total makes it NO_HEADROOM
-            micro_step_times_s=(self.c + max(self.busy_s(split)),),
-            update_times_s=(self.u,),
-            memory=self._readings(split),
-            device_busy_s=self.busy_s(split) if self.busy else None,
+        measurement = super().measure(split)
+        if measurement.outcome is Outcome.OUT_OF_MEMORY and self.oom == "readings":
+            measurement = self._measured_with_room_to_spare(split)
+        elif measurement.outcome is Outcome.OUT_OF_MEMORY and not self.tells_all:
+            measurement = replace(measurement, memory=())
+        if measurement.outcome is Outcome.OUT_OF_MEMORY and self.oom == "silent":
+            measurement = replace(measurement, memory=(), message="out of memory")
+        if self.tells_all:
+            return measurement
+        unknown = dict.fromkeys(
+            ("micro_step_peak_bytes", "update_peak_bytes", "single_step_peak_bytes", "resting_bytes")
         )
+        return replace(measurement, memory=tuple(replace(memory, **unknown) for memory in measurement.memory))
 
-    def _totals(self) -> tuple[int, ...]:
-        return (self.total_mib,) * self.num_devices if isinstance(self.total_mib, int) else self.total_mib
-
-    def _readings(self, split: BatchSplit) -> tuple[DeviceMemory, ...]:
-        return tuple(
-            DeviceMemory(
-                device=device,
-                total_bytes=total * MIB,
-                outside_bytes=0,
-                peak_allocated_bytes=int(needed * MIB),
-                peak_reserved_bytes=int(needed * MIB),
-            )
-            for device, (needed, total) in enumerate(zip(self.needed_mib(split), self._totals(), strict=True))
+    def _measured_with_room_to_spare(self, split: BatchSplit) -> Measurement:
+        spacious = tuple(replace(card, total=VAST * MIB) for card in self.memories)
+        roomy = replace(self, memories=spacious, oom="named", measured=[])
+        measurement = roomy.measure(split)
+        own = (int(card.total) for card in self.memories)
+        memory = tuple(
+            replace(reading, total_bytes=total) for reading, total in zip(measurement.memory, own, strict=True)
         )
+        return replace(measurement, memory=memory)
+
+
+def card_memory(
+    *,
+    parameters: float = 100.0,
+    state: float = 0.0,
+    stays: float = 0.0,
+    workspace: float = 0.0,
+    sample: float = 10.0,
+    output: float = 0.0,
+    is_first: bool = False,
+    total: float = VAST,
+    outside: float = 0.0,
+) -> CardMemory:
+    """Bytes from MiB; ``stays`` is the part of the gradients that a single step does not hold at its peak."""
+    fixed = 2 * parameters - stays * parameters + state + workspace
+    return CardMemory(
+        total=total * MIB,
+        outside=outside * MIB,
+        fixed=fixed * MIB,
+        sample=sample * MIB,
+        output=output * MIB,
+        accumulating=stays * parameters * MIB,
+        reduce=(fixed + parameters * is_first) * MIB,
+        update=(3 * parameters + state) * MIB * is_first,
+        parameters=parameters * MIB,
+        state=state * MIB,
+    )
+
+
+def job(
+    memories: Sequence[CardMemory] | int,
+    *,
+    B: int = 64,
+    times: Sequence[CardTime] | None = None,
+    shares: str = "gpu0",
+    noise: float = 0.0,
+    tells_busy: bool = True,
+    micro_step_s: float = 0.010,
+    replica_s: float = 0.0,
+    output_s: float = 0.0,
+    update_s: float = 0.005,
+    reduce_s: float = 0.0,
+) -> Job:
+    """A job on these cards; a number of them stands for as many with room for anything."""
+    if isinstance(memories, int):
+        memories = [card_memory(is_first=i == 0) for i in range(memories)]
+    return Job(
+        B=B,
+        shares=shares,  # type: ignore[arg-type]
+        times=tuple(times or [CardTime(launch_s=0.010, sample_s=0.002)] * len(memories)),
+        memories=tuple(memories),
+        micro_step_s=micro_step_s,
+        replica_s=replica_s,
+        output_s=output_s,
+        update_s=update_s,
+        reduce_s=reduce_s,
+        noise=noise,
+        tells_busy=tells_busy,
+    )
+
+
+def linear_job(
+    *,
+    B: int = 64,
+    num_devices: int = 4,
+    shares: str = "gpu0",
+    c: float = 0.010,
+    a: float = 0.010,
+    b: float = 0.002,
+    u: float = 0.005,
+    total_mib: tuple[int, ...] | int = 100_000,
+    sample_mib: float = 100.0,
+    output_mib: float = 0.0,
+    gradients_mib: float = 0.0,
+    fixed_mib: float = 0.0,
+    oom: Literal["named", "silent", "readings"] = "readings",
+) -> Job:
+    """A step takes ``k (c + a + b max s_i) + u``; a device holds ``fixed_mib + sample_mib s_i``.
+
+    GPU 0 holds besides ``output_mib`` for each sample of the micro-batch, and ``gradients_mib`` where it accumulates.
+    Nothing is demanded as headroom, and no more is told than a trial must tell.
+    """
+    totals = (total_mib,) * num_devices if isinstance(total_mib, int) else total_mib
+    memories = [
+        CardMemory(
+            total=total * MIB,
+            outside=0,
+            fixed=fixed_mib * MIB,
+            sample=sample_mib * MIB,
+            output=output_mib * MIB * (i == 0),
+            accumulating=gradients_mib * MIB * (i == 0),
+            reduce=0,
+            update=float(i == 0),  # GPU 0 holds its part without a sample, too
+            parameters=0,
+            state=0,
+        )
+        for i, total in enumerate(totals)
+    ]
+    times = [CardTime(launch_s=a, sample_s=b)] * num_devices
+    made = job(memories, B=B, times=times, shares=shares, tells_busy=False, micro_step_s=c, update_s=u)
+    return replace(made, headroom_fraction=0.0, tells_all=False, oom=oom)
+
+
+Problem = linear_job  # until tests/search/models calls it by its name
+
+
+def split(B: int, steps: int, *shards: int) -> BatchSplit:
+    return BatchSplit(global_batch_size=B, accumulation_steps=steps, shard_sizes=shards)
+
+
+def even(B: int, steps: int, num_devices: int) -> BatchSplit:
+    return BatchSplit.even(global_batch_size=B, accumulation_steps=steps, num_devices=num_devices)
+
+
+def trial(problem: KnownProblem, tried: BatchSplit, demands: Sequence[int] = ()) -> Attempt:
+    """What the search makes of a trial; without any demand for headroom unless given."""
+    demands = demands or (0,) * problem.num_devices
+    measurement = problem.measure(tried).judged(demands)
+    return Attempt(measurement=measurement, lacking=lacking_devices(measurement, demands))
+
+
+def trials(problem: KnownProblem, tried: Sequence[BatchSplit]) -> list[Attempt]:
+    return [trial(problem, one) for one in tried]
+
+
+def rows(tried: Sequence[BatchSplit]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Accumulation steps (N,) and shards (N, n)."""
+    steps = np.array([one.accumulation_steps for one in tried], dtype=float)
+    return steps, np.array([one.shard_sizes for one in tried], dtype=float)
 
 
 def failing_after(

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt, lacking_devices, next_for_baseline
-from splittune.split import BatchSplit, SplitSpace
-from tests.search.problem import Problem
+from splittune.search.attempts import Attempt, lacking_devices
+from splittune.split import BatchSplit
+from tests.search.problem import linear_job, rows
 
 
 def split_of(steps: int, *shards: int) -> BatchSplit:
@@ -55,7 +55,7 @@ def test_only_lack_of_memory_rules_out() -> None:
 def test_nothing_that_fits_is_ever_ruled_out(data: st.DataObject) -> None:
     """In any job whose memory grows with shards, micro-batch and accumulation, no failure rules out what fits."""
     num_devices = data.draw(st.integers(1, 4))
-    problem = Problem(
+    problem = linear_job(
         B=data.draw(st.integers(1, 16)),
         num_devices=num_devices,
         total_mib=tuple(data.draw(st.lists(st.integers(0, 1600), min_size=num_devices, max_size=num_devices))),
@@ -68,8 +68,9 @@ def test_nothing_that_fits_is_ever_ruled_out(data: st.DataObject) -> None:
         measurement = problem.measure(split).judged(0)
         lacking = lacking_devices(measurement, (0,) * num_devices)
         attempts.append(Attempt(measurement=measurement, lacking=lacking))
-    fitting = [split for split in problem.space() if problem.fits(split)]
-    assert not any(attempt.rules_out(split) for attempt in attempts for split in fitting)
+    fitting = [split for split in problem.space() if problem.keeps_headroom(split)]
+    if fitting:
+        assert not any(attempt.rules_out_each(*rows(fitting)).any() for attempt in attempts)
 
 
 @pytest.mark.parametrize(
@@ -90,42 +91,7 @@ def test_lacking_device_is_read_where_the_message_counts_the_jobs_devices(messag
 
 def test_lacking_devices_are_read_from_each_devices_own_demand() -> None:
     """A device lacks memory when its headroom is below what is demanded of it, not of another."""
-    problem = Problem(B=32, num_devices=2, total_mib=1000)
+    problem = linear_job(B=32, num_devices=2, total_mib=1000)
     measurement = problem.measure(split_of(2, 8, 8)).judged((0, 300 * 1024**2))
     assert measurement.outcome is Outcome.NO_HEADROOM
     assert lacking_devices(measurement, (0, 300 * 1024**2)) == {1}
-
-
-@pytest.mark.parametrize(
-    ("fits_from", "expected"),
-    [
-        (1, [1]),
-        (2, [1, 2]),
-        (3, [1, 2, 4, 3]),
-        (5, [1, 2, 4, 8, 6, 5]),
-        (64, [1, 2, 4, 8, 16, 32, 64, 48, 56, 60, 62, 63]),
-    ],
-)
-def test_baseline_is_found_by_doubling_and_bisection(fits_from: int, expected: list[int]) -> None:
-    """Steps are doubled until an even split fits, then halved between the last failure and that."""
-    evens = list(SplitSpace(global_batch_size=64, num_devices=1).even_splits())
-    attempts: list[Attempt] = []
-    tried = []
-    while (split := next_for_baseline(evens, attempts)) is not None:
-        tried.append(split.accumulation_steps)
-        if split.accumulation_steps >= fits_from:
-            ran = Measurement(split=split, outcome=Outcome.OK, whole_step_times_s=(1.0,))
-            attempts.append(Attempt(measurement=ran))
-        else:
-            attempts.append(Attempt(measurement=Measurement(split=split, outcome=Outcome.CRASHED)))
-    assert tried == expected
-
-
-def test_the_smallest_even_split_is_tried_before_giving_up() -> None:
-    """When nothing fits, the last even split measured is the one with the most accumulation steps."""
-    evens = list(SplitSpace(global_batch_size=24, num_devices=2).even_splits())
-    attempts: list[Attempt] = []
-    while (split := next_for_baseline(evens, attempts)) is not None:
-        attempts.append(out_of_memory(split))
-    assert attempts[-1].split == evens[-1]
-    assert evens[-1].shard_sizes == (0, 1)

@@ -6,10 +6,10 @@ from splittune.errors import NoFeasibleSplitError
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import find_best_split
 from splittune.split import BatchSplit
-from tests.search.problem import MIB, Problem
+from tests.search.problem import MIB, Job, linear_job
 
 
-def failure_of(problem: Problem, **options: object) -> str:
+def failure_of(problem: Job, **options: object) -> str:
     with pytest.raises(NoFeasibleSplitError) as failed:
         find_best_split(problem.space(), problem.measure, **options)  # type: ignore[arg-type]
     return str(failed.value)
@@ -17,7 +17,7 @@ def failure_of(problem: Problem, **options: object) -> str:
 
 def test_the_smallest_split_tried_and_what_it_lacked_are_named() -> None:
     """When nothing fits, the error names the smallest split, the amount it lacked, and the device."""
-    problem = Problem(B=16, num_devices=2, fixed_mib=3072.0, total_mib=(2048, 100_000))
+    problem = linear_job(B=16, num_devices=2, fixed_mib=3072.0, total_mib=(2048, 100_000))
     message = failure_of(problem)
     assert message.startswith("no split fits: ")
     assert "The smallest tried, 16 = 16 x (0 + 1), lacked 1.00 GiB on device 0 (device 0: 2.00 GiB in all" in message
@@ -26,7 +26,7 @@ def test_the_smallest_split_tried_and_what_it_lacked_are_named() -> None:
 
 def test_the_message_of_an_out_of_memory_error_is_passed_on() -> None:
     """Without readings the error repeats what the failed trial said, abridged to its first and last line."""
-    problem = Problem(B=2, num_devices=2)
+    problem = linear_job(B=2, num_devices=2)
 
     def measure(split: BatchSplit) -> Measurement:
         message = "Caught OutOfMemoryError in replica 1 on device cuda:1\n  line 3\nCUDA out of memory.\n"
@@ -39,7 +39,7 @@ def test_the_message_of_an_out_of_memory_error_is_passed_on() -> None:
 @pytest.mark.parametrize("sampler", ["guided", "random"])
 def test_a_budget_that_ended_too_early_is_told_apart(sampler: str) -> None:
     """When the trials ran out before anything fitted, the error says so and asks for more."""
-    problem = Problem(B=256, num_devices=2, total_mib=50)
+    problem = linear_job(B=256, num_devices=2, total_mib=50)
     message = failure_of(problem, max_trials=1, sampler=sampler)
     assert "no split that fits was found before 1 trial (max_trials) ran out: 1 split measured" in message
     smallest = {"guided": "256 = 128 x (1 + 1), lacked 50.0 MiB", "random": "256 = 1 x (128 + 128), lacked 12.45 GiB"}
@@ -49,7 +49,7 @@ def test_a_budget_that_ended_too_early_is_told_apart(sampler: str) -> None:
 
 def test_time_that_ended_too_early_is_told_apart() -> None:
     """When the time ran out before anything fitted, the error asks for more time."""
-    problem = Problem(B=256, num_devices=2, total_mib=100)
+    problem = linear_job(B=256, num_devices=2, total_mib=100)
     ticks = iter(range(1000))
     message = failure_of(problem, timeout_s=5.0, clock=lambda: float(next(ticks)), sampler="random")
     assert "before the time (timeout_s) ran out" in message
@@ -58,14 +58,14 @@ def test_time_that_ended_too_early_is_told_apart() -> None:
 
 def test_a_demand_for_headroom_that_cannot_be_met_is_shown() -> None:
     """Where only the demanded headroom is missing, the arithmetic of it stands in the error."""
-    problem = Problem(B=2, num_devices=1, total_mib=300)
+    problem = linear_job(B=2, num_devices=1, total_mib=300)
     message = failure_of(problem, min_headroom_bytes=250 * MIB)
     assert "lacked 50.0 MiB on device 0 (device 0: 300.0 MiB in all - 0.0 MiB held outside - 100.0 MiB" in message
 
 
 def test_crashes_are_not_called_lack_of_memory() -> None:
     """When every split crashed, the error says that and quotes one."""
-    problem = Problem(B=2, num_devices=1)
+    problem = linear_job(B=2, num_devices=1)
 
     def measure(split: BatchSplit) -> Measurement:
         return Measurement(split=split, outcome=Outcome.CRASHED, message="illegal memory access")
@@ -76,7 +76,7 @@ def test_crashes_are_not_called_lack_of_memory() -> None:
 
 def test_finalists_that_all_fail_again_are_reported() -> None:
     """When splits fitted in the search and none when confirmed, the error tells that story."""
-    problem = Problem(B=4, num_devices=2)
+    problem = linear_job(B=4, num_devices=2)
 
     def confirm(split: BatchSplit) -> Measurement:
         return Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY, message="device 0: another program grew")
@@ -88,7 +88,7 @@ def test_finalists_that_all_fail_again_are_reported() -> None:
 
 def test_without_an_even_split_that_fits_there_is_no_baseline_but_a_best() -> None:
     """A device that can hold nothing rules out every even split; the others still train."""
-    problem = Problem(B=8, num_devices=2, total_mib=(100_000, 0))
+    problem = linear_job(B=8, num_devices=2, total_mib=(100_000, 0))
     result = find_best_split(problem.space(), problem.measure, max_trials=24)
     assert result.baseline is None
     assert result.speedup is None

@@ -12,7 +12,7 @@ from splittune.errors import ConfigError
 from splittune.search import SAMPLER_NAMES, Trial, find_best_split
 from splittune.search.samplers.parameters import distributions_of
 from splittune.search.storage.records import read_attempts
-from tests.search.problem import MIB, Problem, failing_after
+from tests.search.problem import MIB, failing_after, linear_job
 
 TIGHT = (550, 100_000, 100_000, 100_000)
 
@@ -37,7 +37,7 @@ def stored() -> Iterator[Callable[..., optuna.Study]]:
 @pytest.mark.parametrize("place", STORAGES)
 def test_every_kind_of_storage_keeps_the_search(tmp_path: Path, place: str) -> None:
     """A path is SQLite or a journal by its ending; a second run with the same budget measures nothing."""
-    first, second = Problem(total_mib=TIGHT), Problem(total_mib=TIGHT)
+    first, second = linear_job(total_mib=TIGHT), linear_job(total_mib=TIGHT)
     result = find_best_split(first.space(), first.measure, max_trials=5, storage=tmp_path / place)
     again = find_best_split(second.space(), second.measure, max_trials=5, storage=tmp_path / place)
     assert again == result
@@ -48,7 +48,7 @@ def test_every_kind_of_storage_keeps_the_search(tmp_path: Path, place: str) -> N
 def test_an_optuna_url_is_taken_as_it_is(tmp_path: Path, stored: Callable[..., optuna.Study]) -> None:
     """Anything with :// is an Optuna URL."""
     url = f"sqlite:///{tmp_path / 'by-url'}"
-    problem = Problem(total_mib=TIGHT)
+    problem = linear_job(total_mib=TIGHT)
     result = find_best_split(problem.space(), problem.measure, max_trials=4, storage=url, study_name="mine")
     study = stored(url, "mine")
     assert len(study.trials) == 4
@@ -59,7 +59,7 @@ def test_an_optuna_url_is_taken_as_it_is(tmp_path: Path, stored: Callable[..., o
 @pytest.mark.parametrize("stopped_after", [2, 6, 9])
 def test_a_resumed_search_equals_an_uninterrupted_one(tmp_path: Path, sampler: str, stopped_after: int) -> None:
     """Stopped anywhere and resumed, the search makes the trials it would have made, and measures none twice."""
-    whole, parts = Problem(total_mib=TIGHT), Problem(total_mib=TIGHT)
+    whole, parts = linear_job(total_mib=TIGHT), linear_job(total_mib=TIGHT)
     storage = tmp_path / "study.log"
     expected = find_best_split(whole.space(), whole.measure, max_trials=12, sampler=sampler, seed=5)
     with pytest.raises(KeyboardInterrupt):
@@ -82,7 +82,7 @@ def test_a_resumed_search_equals_an_uninterrupted_one(tmp_path: Path, sampler: s
 
 def test_a_search_with_a_larger_budget_goes_on_and_confirms_anew(tmp_path: Path) -> None:
     """More trials on the same storage give what one longer search would; old confirmations do not count."""
-    whole, parts = Problem(total_mib=TIGHT), Problem(total_mib=TIGHT)
+    whole, parts = linear_job(total_mib=TIGHT), linear_job(total_mib=TIGHT)
     storage = tmp_path / "study.log"
     find_best_split(parts.space(), parts.measure, max_trials=5, storage=storage)
     parts.measured.clear()
@@ -93,7 +93,7 @@ def test_a_search_with_a_larger_budget_goes_on_and_confirms_anew(tmp_path: Path)
 
 def test_an_interrupted_confirmation_goes_on_where_it_was(tmp_path: Path) -> None:
     """Finalists that were confirmed before the interruption are not measured again."""
-    whole, parts = Problem(total_mib=TIGHT), Problem(total_mib=TIGHT)
+    whole, parts = linear_job(total_mib=TIGHT), linear_job(total_mib=TIGHT)
     storage = tmp_path / "study.log"
     expected = find_best_split(whole.space(), whole.measure, max_trials=6)
     stopping = failing_after(8, parts.measure, KeyboardInterrupt())
@@ -112,7 +112,7 @@ def test_an_exception_passes_unchanged_and_finished_trials_stay(
     tmp_path: Path, error: BaseException, stored: Callable[..., optuna.Study]
 ) -> None:
     """The very exception leaves; what was finished is in the storage and with the caller; the running trial is FAIL."""
-    problem = Problem(total_mib=TIGHT)
+    problem = linear_job(total_mib=TIGHT)
     seen: list[Trial] = []
     url = f"sqlite:///{tmp_path / 'study.db'}"
     with pytest.raises(type(error)) as raised:
@@ -129,7 +129,7 @@ def test_a_trial_left_running_by_a_killed_process_is_ignored(
     tmp_path: Path, stored: Callable[..., optuna.Study]
 ) -> None:
     """A trial that a killed run never finished does not count, and its split is measured."""
-    whole, parts = Problem(total_mib=TIGHT), Problem(total_mib=TIGHT)
+    whole, parts = linear_job(total_mib=TIGHT), linear_job(total_mib=TIGHT)
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     find_best_split(parts.space(), parts.measure, max_trials=4, storage=storage)
     stored(storage).ask(distributions_of(parts.space()))
@@ -140,7 +140,7 @@ def test_a_trial_left_running_by_a_killed_process_is_ignored(
 def test_trials_are_readable_as_optunas(tmp_path: Path, stored: Callable[..., optuna.Study]) -> None:
     """Each trial holds its split and reason; what lacks memory violates a constraint, what did not run is PRUNED."""
     storage = f"sqlite:///{tmp_path / 'study.db'}"
-    problem = Problem(total_mib=TIGHT, oom="named")
+    problem = linear_job(total_mib=TIGHT, oom="named")
     result = find_best_split(problem.space(), problem.measure, max_trials=6, storage=storage, sampler="random")
     study = stored(storage)
     first = study.trials[0]
@@ -158,7 +158,7 @@ def test_a_split_without_headroom_is_complete_but_infeasible(
 ) -> None:
     """A split that ran without headroom keeps its samples/s, and Optuna's best skips it."""
     storage = f"sqlite:///{tmp_path / 'study.db'}"
-    problem = Problem(total_mib=TIGHT)
+    problem = linear_job(total_mib=TIGHT)
     find_best_split(problem.space(), problem.measure, max_trials=4, storage=storage, sampler="random")
     study = stored(storage)
     first = study.trials[0]
@@ -172,7 +172,7 @@ def test_a_split_without_headroom_is_complete_but_infeasible(
 def test_a_study_of_another_space_is_refused(tmp_path: Path) -> None:
     """Resuming with another batch names what differs and what to do."""
     storage = tmp_path / "study.log"
-    problem = Problem(total_mib=TIGHT)
+    problem = linear_job(total_mib=TIGHT)
     with pytest.raises(KeyboardInterrupt):
         find_best_split(problem.space(), failing_after(1, problem.measure, KeyboardInterrupt()), storage=storage)
     other = replace(problem, B=32, measured=[])
@@ -185,7 +185,7 @@ def test_a_study_of_another_space_is_refused(tmp_path: Path) -> None:
 def test_stored_trials_are_judged_by_the_demand_of_today(tmp_path: Path) -> None:
     """A search that goes on with more headroom ends as one that demanded it from the start would judge its trials."""
     storage = tmp_path / "study.log"
-    problem = Problem(total_mib=TIGHT)
+    problem = linear_job(total_mib=TIGHT)
     lenient = find_best_split(problem.space(), problem.measure, storage=storage, max_trials=6)
     demand = min(memory.headroom_bytes for memory in lenient.best.memory) + MIB
     strict = find_best_split(
@@ -202,6 +202,6 @@ def test_a_study_of_another_program_is_refused(tmp_path: Path, stored: Callable[
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     foreign = stored(storage, "mine")
     foreign.tell(foreign.ask({"x": optuna.distributions.IntDistribution(0, 3)}), 1.0)
-    problem = Problem()
+    problem = linear_job()
     with pytest.raises(ConfigError, match=r"'mine' in .* was not written by splittune"):
         find_best_split(problem.space(), problem.measure, storage=storage, study_name="mine")

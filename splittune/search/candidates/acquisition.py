@@ -1,4 +1,4 @@
-"""What the models say of every split that could be measured next, and what follows from it."""
+"""What the models say of every candidate, and the acquisition functions that rank them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import norm
 
+from splittune.search.arrays import BoolArray, FloatArray, IntArray
 from splittune.search.attempts import Attempt
-from splittune.search.candidates.table import Floats, SplitTable
+from splittune.search.candidates.table import SplitTable
 from splittune.search.models.memory import Interval
 from splittune.search.models.step_time import StepTimes
 
-# Kernels work on tiles of so many samples.
+# Samples that kernels work on together: on tensor cores sizes that 8 divides are the fast ones.
 TILE = 8
+# How much faster a split with full tiles may be than predicted, in logarithms of time, until a trial had
+# full tiles: no line through other sizes foresees them. Set on drawn problems. 0 tries no tile for its own
+# sake; a larger bonus tries one before the rest of what is promising.
+TILE_BONUS = 0.2
+# A split that may turn out to keep too little headroom must be expected to gain this much, relative; else
+# the best of those that surely keep it is taken. A choice: below it the difference is noise.
+MIN_UNSURE_GAIN = 0.003
+# Partial feasibility never reads as certain: a choice, any number just below 1 does.
+ALMOST_SURE = 0.999
+# Similarity in memory: a share's place in the micro-batch and the micro-batch's size weigh as much in
+# what a trial tells about GPU 0. A choice: the proportion decides which line the peak is on.
+WEIGHT_OF_PROPORTION = 0.7
+WEIGHT_OF_SIZE = 0.3
+# A probe must be more similar to the wanted split than any trial so far by this much. A choice: it keeps
+# probes from repeating one another.
+MIN_NEW_SIMILARITY = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,69 +41,97 @@ class CandidateScores:
     table: SplitTable
     times: StepTimes
     best_log_s: float
-    """Of the fastest split that fits, as the model sees it; infinite where none does."""
-    gain: Floats
-    """Expected, in logarithms of time."""
+    """Predicted for the fastest split that fits; infinite where none does."""
+    gain: FloatArray
+    """(N,) expected improvement over that split, in logarithms of time: 0.01 is 1 %."""
     needed: Interval
-    limits: Floats
-    """(n,) what each device may hold and keep its headroom."""
-    chance: Floats
-    """From 0 to 1: how much of the interval keeps its headroom."""
-    cannot_oom: NDArray[np.bool_]
-    """Cannot run out of memory, though it may turn out to keep too little headroom."""
+    limits: FloatArray
+    """(n,) the bytes each device may hold and keep its headroom."""
+    feasibility: FloatArray
+    """(N,) how likely every device keeps its headroom, see `joint_feasibility`."""
+    cannot_oom: BoolArray
+    """(N,) cannot run out of memory, though it may keep too little headroom."""
 
     @property
-    def surely_feasible(self) -> NDArray[np.bool_]:
+    def surely_feasible(self) -> BoolArray:
         """(N,) cannot run out of memory, and keeps its headroom."""
-        return np.asarray(self.cannot_oom & (self.chance == 1))
+        return np.asarray(self.cannot_oom & (self.feasibility == 1))
+
+    @property
+    def value(self) -> FloatArray:
+        """(N,) constrained expected improvement: gain times feasibility; 0 for what may run out of memory."""
+        return np.asarray(self.gain * np.where(self.cannot_oom, self.feasibility, 0.0))
+
+    @property
+    def best_row(self) -> int:
+        """The row with the most `value`; with less than `MIN_UNSURE_GAIN` the best that keeps its headroom."""
+        value = self.value
+        row = int(value.argmax())
+        if self.feasibility[row] < 1 and value[row] < MIN_UNSURE_GAIN:
+            row = int((value * (self.feasibility == 1)).argmax())
+        return row
 
 
-def most_informative(
-    table: SplitTable,
-    wanted: Floats,
-    doubtful: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    attempts: Sequence[Attempt],
-) -> int | None:
-    """Of `rows` the one that tells most about the doubtful devices' memory with these shards, if it tells anything new."""
-    if not len(rows) or not len(doubtful):
-        return None
-    ran = [attempt.split.shard_sizes for attempt in attempts if attempt.measurement.throughput is not None]
-    measured = np.array(ran, dtype=float)
-    told = np.stack([_tells(table.shards[rows], wanted, int(device)) for device in doubtful]).min(axis=0)
-    told_so_far = min(float(_tells(measured, wanted, int(device)).max()) for device in doubtful)
-    return int(rows[told.argmax()]) if told.max() > told_so_far + 0.1 else None
+def expected_improvement(gains: FloatArray, deviations: FloatArray) -> FloatArray:
+    """(N,) mean of ``max(0, gain)`` where the gain is normal with these means and standard deviations."""
+    deviations = np.maximum(deviations, 1e-9)
+    scaled = gains / deviations
+    return np.asarray(gains * norm.cdf(scaled) + deviations * norm.pdf(scaled))
 
 
-def _tells(shards: Floats, wanted: Floats, device: int) -> Floats:
-    """(N,) from 0 to 1: how near splits come to what is wanted of a device.
+def optimistic_gain(scores: CandidateScores, trials: Sequence[Attempt], deviations: float) -> FloatArray:
+    """(N,) upper confidence bound: the gain if a split is faster than predicted by so many deviations.
 
-    A replica's memory is about its share. GPU 0's is also about the micro-batch: the same part of it tells most, and a
-    large one.
+    In logarithms of time. Full tiles add `TILE_BONUS` until a trial had them.
     """
-    if device > 0:
-        return np.asarray(np.minimum(shards[:, device] / max(wanted[device], 1), 1))
-    sizes, size = shards.sum(axis=1), wanted.sum()
-    apart = np.abs(shards[:, 0] / np.maximum(sizes, 1) - wanted[0] / size)
-    return np.asarray(np.clip(1 - 2 * apart, 0, 1) * 0.7 + 0.3 * np.minimum(sizes / size, 1))
+    ran = np.array([trial.split.shard_sizes for trial in trials if trial.ran], dtype=float)
+    gain = scores.best_log_s - scores.times.log_s + deviations * scores.times.deviation
+    # the first trial has the smallest split there is, which fills its tiles by being small
+    had_full_tiles = fills_tiles(ran)[1:].any()
+    return np.asarray(gain + TILE_BONUS * (fills_tiles(scores.table.shards) & ~had_full_tiles))
 
 
-def fills_tiles(shards: Floats) -> NDArray[np.bool_]:
-    """(N,) whether the largest share is a multiple of `TILE`, or of what power of two a smaller one can be."""
+def fills_tiles(shards: FloatArray) -> BoolArray:
+    """(N,) whether the largest shard fills its tiles: `TILE` samples, or for fewer the largest power of two."""
     largest = shards.max(axis=1).astype(int)
     tiles = np.minimum(TILE, 2 ** np.floor(np.log2(np.maximum(largest, 1))).astype(int))
     return np.asarray(largest % tiles == 0)
 
 
-def joint_feasibility(needed: Interval, limits: Floats) -> Floats:
-    """(N,) how much of the interval lies within the limits, on the device where that is least; 1 only where all does."""
+def joint_feasibility(needed: Interval, limits: FloatArray) -> FloatArray:
+    """(N,) the part of the interval within the limits, on the device where that is least.
+
+    It is 1 only where all of the interval is. Example: 8 to 12 GiB has 0.5 below 10 GiB.
+    """
     width = np.maximum(needed.most - needed.least, 1.0)
     within = np.clip((limits - needed.least) / width, 0.0, 1.0).min(axis=1)
-    return np.asarray(np.where((needed.most <= limits).all(axis=1), 1.0, np.minimum(within, 0.999)))
+    return np.asarray(np.where((needed.most <= limits).all(axis=1), 1.0, np.minimum(within, ALMOST_SURE)))
 
 
-def expected_improvement(gains: Floats, deviations: Floats) -> Floats:
-    """Mean of ``max(0, gain)`` where the gain is normal with these means and deviations."""
-    deviations = np.maximum(deviations, 1e-9)
-    scaled = gains / deviations
-    return np.asarray(gains * norm.cdf(scaled) + deviations * norm.pdf(scaled))
+def most_informative(
+    table: SplitTable, wanted: FloatArray, unsure_devices: IntArray, rows: IntArray, trials: Sequence[Attempt]
+) -> int | None:
+    """Of `rows` the one that tells most about the memory of the `unsure_devices` with the `wanted` shards (n,).
+
+    None where no row is more similar than some trial by `MIN_NEW_SIMILARITY`.
+    """
+    if not len(rows) or not len(unsure_devices):
+        return None
+    measured = np.array([trial.split.shard_sizes for trial in trials if trial.ran], dtype=float)
+    similar = np.stack([_similarity(table.shards[rows], wanted, int(device)) for device in unsure_devices]).min(axis=0)
+    similar_so_far = min(float(_similarity(measured, wanted, int(device)).max()) for device in unsure_devices)
+    return int(rows[similar.argmax()]) if similar.max() > similar_so_far + MIN_NEW_SIMILARITY else None
+
+
+def _similarity(shards: FloatArray, wanted: FloatArray, device: int) -> FloatArray:
+    """(N,) from 0 to 1: how near splits come to the `wanted` shards (n,) in what a device's memory depends on.
+
+    A replica's memory depends on its shard: 12 of 16 samples are 0.75. GPU 0's also depends on the
+    micro-batch, so there the proportion counts, and how much of the micro-batch there is.
+    """
+    if device > 0:
+        return np.asarray(np.minimum(shards[:, device] / max(wanted[device], 1), 1))
+    sizes, size = shards.sum(axis=1), wanted.sum()
+    apart = np.abs(shards[:, 0] / np.maximum(sizes, 1) - wanted[0] / size)
+    proportion = np.clip(1 - 2 * apart, 0, 1)
+    return np.asarray(proportion * WEIGHT_OF_PROPORTION + WEIGHT_OF_SIZE * np.minimum(sizes / size, 1))

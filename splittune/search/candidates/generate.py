@@ -1,4 +1,4 @@
-"""The splits worth judging where there are too many to list: balanced ones, as far as memory may allow."""
+"""Candidates where the splits are too many to list: balanced shards, as far as memory may allow."""
 
 from __future__ import annotations
 
@@ -7,27 +7,33 @@ from dataclasses import replace
 
 import numpy as np
 
+from splittune.search.arrays import FloatArray
 from splittune.search.attempts import Attempt
 from splittune.search.candidates.balance import TimeOfShares, balanced_table
-from splittune.search.candidates.table import Floats, SplitTable, concatenate, micro_batches
-from splittune.search.models.memory import MemoryModel
+from splittune.search.candidates.table import SplitTable, concatenate, micro_batches
+from splittune.search.models.memory import Interval, MemoryModel
 from splittune.split import BatchSplit, SplitSpace
 
 
 def candidates(
     space: SplitSpace,
-    steps: Floats | None,
-    believed: Sequence[Sequence[TimeOfShares]],
+    steps: FloatArray | None,
+    curve_sets: Sequence[Sequence[TimeOfShares]],
     memory: MemoryModel,
-    limits: Floats,
-    ruling_out: Sequence[Attempt],
+    limits: FloatArray,
+    failures: Sequence[Attempt],
 ) -> SplitTable:
-    """Splits whose cards finish together, for every number of cards and every micro-batch, or those of `steps`.
+    """Splits whose devices finish together, for every micro-batch and every number of devices taking part.
 
-    Curves are each card's; there are splits for every one of the `believed` sets. Shares end where memory keeps within
-    `limits`, bytes (n,): for sure, possibly, and as likely as lies between, each a split of its own; and all others' for sure
-    beside GPU 0's, which holds what no other does, less likely than not. What a failure in `ruling_out` has ruled out is
-    avoided.
+    There are splits for each of the six limits of `_largest_shards`.
+
+    Args:
+        space: the legal splits.
+        steps: accumulation steps to which the micro-batches are restricted; None for all.
+        curve_sets: each set has one time curve for each device. There are splits for every set.
+        memory: predicts the bytes of a shard.
+        limits: (n,) bytes that each device may hold.
+        failures: trials that lacked memory. What they rule out is avoided.
     """
     chosen = [pair for pair in micro_batches(space) if steps is None or pair[0] in steps]
     if not chosen:  # more steps than any micro-batch needs
@@ -35,50 +41,65 @@ def candidates(
             global_batch_size=space.global_batch_size, steps=np.zeros(0), shards=np.zeros((0, space.num_devices))
         )
     pairs = np.array(chosen, dtype=float)
-    largest = _largest_shares(pairs, memory, limits, ruling_out)
-    return concatenate(*(balanced_table(space, pairs, curves, largest) for curves in believed))
+    largest = _largest_shards(pairs, memory, limits, failures)
+    return concatenate(*(balanced_table(space, pairs, curves, largest) for curves in curve_sets))
 
 
-def _largest_shares(pairs: Floats, memory: MemoryModel, limits: Floats, ruling_out: Sequence[Attempt]) -> Floats:
-    """(6, N, n) for N accumulation steps and micro-batches: for sure, with GPU 0 doubtful, and on to the largest that may fit."""
-    way = np.repeat(np.arange(5), len(pairs))[:, None]
-    steps, sizes = np.tile(pairs, (5, 1)).T
-    low, high = np.zeros((len(sizes), len(limits))), np.repeat(sizes[:, None], len(limits), axis=1)
-    for attempt in ruling_out:  # as `Attempt.rules_out` has it
-        failed = attempt.split
-        is_harder = (sizes >= failed.micro_batch_size) & ((steps > 1) | (failed.accumulation_steps == 1))
-        for device in attempt.lacking:
-            high[is_harder, device] = np.minimum(high[is_harder, device], max(0, failed.shard_sizes[device] - 1))
+def _largest_shards(
+    pairs: FloatArray, memory: MemoryModel, limits: FloatArray, failures: Sequence[Attempt]
+) -> FloatArray:
+    """(6, N, n) the largest shards that fit, for N pairs of accumulation steps and micro-batch.
+
+    Six answers, from sure to possible:
+        1  the most that memory may need fits
+        2  as 1, but GPU 0, which holds what no other device does, as in 5
+        3  half way from the most to the likeliest need fits
+        4  the likeliest need fits
+        5  half way from the likeliest to the least need fits
+        6  the least that memory may need fits
+    """
+    num_pairs, num_devices = len(pairs), len(limits)
+    steps, sizes = np.tile(pairs, (5, 1)).T  # answers 1, 3, 4, 5 and 6, one below the other
+    low = np.zeros((len(sizes), num_devices))
+    high = np.repeat(sizes[:, None], num_devices, axis=1)
+    for failure in failures:
+        high = np.minimum(high, np.maximum(failure.largest_open_shards(steps, sizes), 0))
     for _ in range(int(sizes.max()).bit_length() + 1):
         middle = np.ceil((low + high) / 2)
-        needed = memory.needed(steps, middle, sizes)
-        most, likely, least = needed.most, needed.likely, needed.least
-        fits = np.choose(way, [most, (most + likely) / 2, likely, (likely + least) / 2, least]) <= limits
+        fits = _needs_from_most_to_least(memory.needed(steps, middle, sizes), num_pairs) <= limits
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-    largest = low.reshape(5, -1, len(limits))
-    only_gpu0_doubtful = np.where(np.arange(len(limits)) == 0, largest[3], largest[0])
-    return np.concatenate([largest[:1], only_gpu0_doubtful[None], largest[1:]])
+    sure, half_sure, likely, half_possible, possible = low.reshape(5, num_pairs, num_devices)
+    only_gpu0_unsure = np.where(np.arange(num_devices) == 0, half_possible, sure)
+    return np.stack([sure, only_gpu0_unsure, half_sure, likely, half_possible, possible])
 
 
-def failures_on_alike(attempts: Sequence[Attempt], memory: MemoryModel, limits: Floats) -> list[Attempt]:
-    """What must fail like `attempts`: a replica's share that lacked memory, on each of its kind whose limit it exceeds.
+def _needs_from_most_to_least(needed: Interval, num_pairs: int) -> FloatArray:
+    """(5 N, n) bytes: the most for the first N rows, then ever less, and the least for the last N."""
+    most, likely, least = needed.most, needed.likely, needed.least
+    answer = np.repeat(np.arange(5), num_pairs)[:, None]
+    return np.asarray(np.choose(answer, [most, (most + likely) / 2, likely, (likely + least) / 2, least]))
 
-    Only GPU 0's memory depends on the whole micro-batch, so the smallest that has such a share fails, too; the rest of it is
-    GPU 0's, of which nothing is said.
+
+def failures_on_alike(trials: Sequence[Attempt], memory: MemoryModel, limits: FloatArray) -> list[Attempt]:
+    """The failures of `trials` carried over to devices of the same kind.
+
+    A shard that lacked memory on one replica lacks it on every replica of that kind whose limit its peak
+    exceeds. A replica's memory depends on its own shard, so the smallest micro-batch with such a shard
+    fails, too. What is left of that micro-batch is put on GPU 0, of which the failure says nothing.
     """
     failures = []
-    for attempt in attempts:
-        split, readings = attempt.split, attempt.measurement.memory
-        for device in sorted(attempt.lacking - {0}) if readings else ():
-            share, batch = split.shard_sizes[device], split.global_batch_size
+    for trial in trials:
+        split, readings = trial.split, trial.measurement.memory
+        for device in sorted(trial.lacking - {0}) if readings else ():
+            shard, batch = split.shard_sizes[device], split.global_batch_size
             # the most steps whose largest micro-batch has so many samples
-            steps = (batch - 1) // (share - 1) if share > 1 else batch
+            steps = (batch - 1) // (shard - 1) if shard > 1 else batch
             steps = 1 if split.accumulation_steps == 1 else steps
-            rest = -(-batch // steps) - share
+            rest = -(-batch // steps) - shard
             for other in memory.alike(device):
                 if readings[device].peak_reserved_bytes > limits[other]:
-                    shards = [rest, *(share if i == other else 0 for i in range(1, split.num_devices))]
+                    shards = [rest, *(shard if i == other else 0 for i in range(1, split.num_devices))]
                     failed = BatchSplit(global_batch_size=batch, accumulation_steps=steps, shard_sizes=tuple(shards))
-                    measurement = replace(attempt.measurement, split=failed)
+                    measurement = replace(trial.measurement, split=failed)
                     failures.append(Attempt(measurement=measurement, lacking=frozenset({other})))
     return failures

@@ -1,4 +1,4 @@
-"""Splits as arrays, for models that judge thousands at once."""
+"""Splits as arrays, so that the models judge thousands at once."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ from math import comb
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from splittune.search.arrays import BoolArray, FloatArray
 from splittune.split import BatchSplit, SplitSpace, even_shards
 
 if TYPE_CHECKING:
     from splittune.search.attempts import Attempt
 
-Floats = NDArray[np.float64]
+Floats = FloatArray
 
-# GPU 0's share moves in grains of a thousandth of the micro-batch where that is more than a sample.
+# A choice: GPU 0's share of one micro-batch takes at most this many values, so above 1,024 samples it
+# moves by more than one at a time. More values cost time to judge and gain at most a thousandth.
 MAX_SHARES_PER_MICRO_BATCH = 1024
+# A choice: spaces of every device's own share are listed whole up to this many splits. Larger lists
+# are exact and slow; beyond it candidates are balanced, see `balance`.
 MAX_LISTED = 5_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTable:
-    """N splits of one space: accumulation steps (N,) and shards (N, n)."""
+    """N splits of one space: accumulation steps (N,) and shards (N, n), whole numbers kept as floats."""
 
     global_batch_size: int
-    steps: Floats
-    shards: Floats
+    steps: FloatArray
+    shards: FloatArray
 
     def __len__(self) -> int:
         return len(self.steps)
 
     @property
-    def micro_batch_sizes(self) -> Floats:
+    def micro_batch_sizes(self) -> FloatArray:
         """(N,) samples in the largest micro-batch."""
         return np.asarray(self.shards.sum(axis=1))
 
@@ -46,11 +49,15 @@ class SplitTable:
             shard_sizes=tuple(int(shard) for shard in self.shards[row]),
         )
 
-    def where(self, keep: NDArray[np.bool_]) -> SplitTable:
+    def splits(self) -> list[BatchSplit]:
+        """All rows as splits."""
+        return [self.split(row) for row in range(len(self))]
+
+    def where(self, keep: BoolArray) -> SplitTable:
         """The rows that `keep` marks."""
         return SplitTable(global_batch_size=self.global_batch_size, steps=self.steps[keep], shards=self.shards[keep])
 
-    def is_any_of(self, splits: list[BatchSplit]) -> NDArray[np.bool_]:
+    def is_any_of(self, splits: list[BatchSplit]) -> BoolArray:
         """(N,) which rows are among `splits`."""
         found = np.zeros(len(self), dtype=bool)
         for split in splits:
@@ -63,8 +70,8 @@ class SplitTable:
 def micro_batches(space: SplitSpace) -> Iterator[tuple[int, int]]:
     """Each size m of the largest micro-batch, with the fewest accumulation steps k that have it, as (k, m).
 
-    More steps with the same largest micro-batch only run more micro-steps, so no best split has them. Example: 16
-    samples give (1, 16), (2, 8), (3, 6), (4, 4), (6, 3), (8, 2) and (16, 1).
+    More steps with the same largest micro-batch only run more micro-steps, so no best split has them.
+    Example: 16 samples give (1, 16), (2, 8), (3, 6), (4, 4), (6, 3), (8, 2) and (16, 1).
     """
     most = space.max_accumulation_steps or space.global_batch_size
     steps, last = 1, 0
@@ -79,16 +86,18 @@ def micro_batches(space: SplitSpace) -> Iterator[tuple[int, int]]:
 
 
 def even_table(space: SplitSpace) -> SplitTable:
-    """The even splits of `space`, fewest accumulation steps first, one for each size of the micro-batch."""
+    """The even splits of `space`: one for each size of the micro-batch, fewest accumulation steps first."""
     rows = [(k, even_shards(m, space.num_devices)) for k, m in micro_batches(space)]
     rows = [(k, shards) for k, shards in rows if min(shards) >= space.min_shard_size]
     return _table(space, [k for k, _ in rows], [np.array([shards], dtype=float) for _, shards in rows], [1] * len(rows))
 
 
 def gpu0_table(space: SplitSpace) -> SplitTable:
-    """All splits that vary GPU 0's share and spread the rest evenly, one for each share and size of the micro-batch.
+    """All splits that vary GPU 0's share and spread the rest evenly.
 
-    Shares are in grains above `MAX_SHARES_PER_MICRO_BATCH` samples; even splits are there in any case.
+    There is one for each share and size of the micro-batch, fewest accumulation steps first. Above
+    `MAX_SHARES_PER_MICRO_BATCH` samples GPU 0's share moves in equal jumps. Example: of 100,000 samples
+    by 98. The even split, no sample and all samples are among them in any case.
     """
     steps, blocks, counts = [], [], []
     for k, m in micro_batches(space):
@@ -102,7 +111,7 @@ def gpu0_table(space: SplitSpace) -> SplitTable:
 
 
 def singles_table(space: SplitSpace) -> SplitTable:
-    """The splits of which one card alone does all, where the space has them."""
+    """Splits that give the whole micro-batch to one device; none where the space has no such splits."""
     if space.shares == "gpu0" or space.min_shard_size or space.num_devices == 1:
         return _table(space, [], [], [])
     sizes = list(micro_batches(space))
@@ -115,7 +124,7 @@ def singles_table(space: SplitSpace) -> SplitTable:
 
 
 def can_be_listed(space: SplitSpace) -> bool:
-    """Whether `listed_table` holds every split that can be the best."""
+    """Whether `listed_table` holds every split that can be the best: up to `MAX_LISTED`, or of GPU 0's share alone."""
     if space.shares == "gpu0" or space.num_devices == 1:
         return True
     spare = [size - space.num_devices * space.min_shard_size for _, size in micro_batches(space)]
@@ -124,9 +133,9 @@ def can_be_listed(space: SplitSpace) -> bool:
 
 
 def listed_table(space: SplitSpace) -> SplitTable:
-    """Every split of `space` that can be the best, where they can be listed; else those that vary GPU 0's share.
+    """Every split of `space` that can be the best; where they are too many, those that vary GPU 0's share.
 
-    Lists of shares for every card end at `MAX_LISTED`: 64 samples over 8 cards have 1.3 billion.
+    Example: 64 samples over 8 devices of any shares have 1.3 billion splits.
     """
     if space.shares == "gpu0" or not can_be_listed(space):
         return gpu0_table(replace(space, shares="gpu0"))
@@ -139,19 +148,11 @@ def listed_table(space: SplitSpace) -> SplitTable:
     )
 
 
-def open_rows(table: SplitTable, attempts: Sequence[Attempt]) -> NDArray[np.bool_]:
-    """(N,) the rows that are neither measured nor ruled out by a failure; `Attempt.rules_out` for all at once."""
-    closed = table.is_any_of([attempt.split for attempt in attempts])
-    for attempt in attempts:
-        failed = attempt.split
-        if not attempt.lacks_memory:
-            continue
-        harder = table.micro_batch_sizes >= failed.micro_batch_size
-        if failed.accumulation_steps > 1:
-            harder &= table.steps > 1
-        larger = table.shards >= np.array(failed.shard_sizes)
-        lacking = sorted(attempt.lacking)
-        closed |= harder & (larger[:, lacking].any(axis=1) if lacking else larger.all(axis=1))
+def open_rows(table: SplitTable, trials: Sequence[Attempt]) -> BoolArray:
+    """(N,) the rows that are neither measured nor ruled out by a failure."""
+    closed = table.is_any_of([trial.split for trial in trials])
+    for trial in trials:
+        closed |= trial.rules_out_each(table.steps, table.shards)
     return ~closed
 
 
@@ -162,17 +163,18 @@ def concatenate(*tables: SplitTable) -> SplitTable:
     return SplitTable(global_batch_size=tables[0].global_batch_size, steps=rows[:, 0], shards=rows[:, 1:])
 
 
-def _shards_with_gpu0(m: int, n: int) -> Floats:
+def _shards_with_gpu0(m: int, n: int) -> FloatArray:
+    """(N, n) the shards of m samples for every share of GPU 0, smallest first."""
     if n == 1:
         return np.array([[float(m)]])
-    grain = -(-m // MAX_SHARES_PER_MICRO_BATCH)
-    gpu0 = np.unique(np.concatenate([np.arange(0, m + 1, grain), [m, even_shards(m, n)[0]]]))
+    jump = -(-m // MAX_SHARES_PER_MICRO_BATCH)
+    gpu0 = np.unique(np.concatenate([np.arange(0, m + 1, jump), [m, even_shards(m, n)[0]]]))
     share, more = np.divmod(m - gpu0, n - 1)
     others = share[:, None] + (np.arange(n - 1)[None, :] < more[:, None])
     return np.column_stack([gpu0, others]).astype(float)
 
 
-def _table(space: SplitSpace, steps: list[int], blocks: list[Floats], counts: list[int]) -> SplitTable:
+def _table(space: SplitSpace, steps: list[int], blocks: list[FloatArray], counts: list[int]) -> SplitTable:
     return SplitTable(
         global_batch_size=space.global_batch_size,
         steps=np.repeat(np.array(steps, dtype=float), counts),

@@ -10,7 +10,7 @@ from splittune.search.attempts import Attempt
 from splittune.search.candidates.generate import candidates, failures_on_alike
 from splittune.search.models.memory import MemoryModel
 from splittune.split import BatchSplit, SplitSpace
-from tests.search.truth import MIB, card_memory, even, job, split, trial
+from tests.search.problem import MIB, card_memory, even, job, split, trial
 
 B = 64
 

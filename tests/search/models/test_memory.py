@@ -15,7 +15,7 @@ from splittune.search.attempts import Attempt
 from splittune.search.models.memory import LEAST_WIDENING, SETTLED_MARGIN, Interval
 from splittune.search.models.memory_readings import REPEATABILITY
 from splittune.split import BatchSplit
-from tests.search.truth import MIB, VAST, card_memory, even, job, rows, split, trial, trials
+from tests.search.problem import MIB, VAST, card_memory, even, job, rows, split, trial, trials
 
 B = 64
 

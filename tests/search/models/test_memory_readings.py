@@ -11,7 +11,7 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.attempts import Attempt
 from splittune.search.models.memory_readings import QUANTUM_BYTES, MemoryReadings, row_of, rows_of
 from splittune.split import BatchSplit
-from tests.search.truth import MIB, even, split
+from tests.search.problem import MIB, even, split
 
 B = 32
 

@@ -14,7 +14,7 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import TimeModel
 from splittune.search.attempts import Attempt
 from splittune.split import BatchSplit
-from tests.search.truth import card_memory, even, job, rows, split, trials
+from tests.search.problem import card_memory, even, job, rows, split, trials
 
 B = 64
 

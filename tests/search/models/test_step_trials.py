@@ -8,7 +8,7 @@ import pytest
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.attempts import Attempt
 from splittune.search.models.step_trials import LEAST_NOISE, StepTrials
-from tests.search.truth import even, job, split, trials
+from tests.search.problem import even, job, split, trials
 
 B = 64
 

@@ -14,8 +14,7 @@ from splittune.search.attempts import Attempt, lacking_devices
 from splittune.search.samplers.filtered import FilteredSampler
 from splittune.search.storage.records import demand
 from splittune.split import BatchSplit, SplitSpace
-from tests.search.problem import Problem, failing_after
-from tests.search.truth import split
+from tests.search.problem import Job, failing_after, linear_job, split
 
 PLAIN = [name for name in SAMPLER_NAMES if name != "guided"]
 SEEDS = [4, 11, 23]  # of problems drawn in which some split fits, with 2 and 7 cards
@@ -78,7 +77,7 @@ def test_a_resumed_search_draws_what_an_uninterrupted_one_does(
     assert resumed == result
 
 
-def optimize(guard: FilteredSampler, problem: Problem, num_trials: int) -> None:
+def optimize(guard: FilteredSampler, problem: Job, num_trials: int) -> None:
     study = optuna.create_study(direction="maximize", sampler=guard)
     demand(study, (0, 0))
 
@@ -104,13 +103,13 @@ class Stubborn(BaseSampler):
         return self.params[param_name]
 
 
-def searched(problem: Problem, sampler: BaseSampler, max_trials: int) -> SearchResult:
+def searched(problem: Job, sampler: BaseSampler, max_trials: int) -> SearchResult:
     return find_best_split(problem.space(), problem.measure, sampler=sampler, max_trials=max_trials)
 
 
 def test_what_was_measured_is_replaced_by_the_nearest_that_is_open() -> None:
     """A sampler that insists gets its split, then those with the same steps and the least different shards; reasons tell."""
-    problem = Problem(B=16, num_devices=2)
+    problem = linear_job(B=16, num_devices=2)
     result = searched(problem, Stubborn({"accumulation_steps": 2, "gpu0_share": 0.25}), max_trials=5)
     assert problem.measured[:2] == [split(16, 1, 8, 8), split(16, 2, 2, 6)]
     assert set(problem.measured[2:4]) == {split(16, 2, 1, 7), split(16, 2, 3, 5)}
@@ -122,7 +121,7 @@ def test_what_was_measured_is_replaced_by_the_nearest_that_is_open() -> None:
 
 def test_what_a_failure_rules_out_is_replaced_too() -> None:
     """After GPU 0 lacked memory with 8 samples, a proposal of 12 becomes one that still may fit."""
-    problem = Problem(B=16, num_devices=2, total_mib=(450, 100_000))
+    problem = linear_job(B=16, num_devices=2, total_mib=(450, 100_000))
     searched(problem, Stubborn({"accumulation_steps": 1, "gpu0_share": 0.75}), max_trials=6)
     proposed = problem.measured[problem.measured.index(split(16, 2, 4, 4)) + 1 :]
     assert problem.measured[0] == split(16, 1, 8, 8)
@@ -134,7 +133,7 @@ def test_it_stops_when_no_listed_split_is_open() -> None:
     """A guarded sampler has no other reason to stop than that everything is measured or ruled out."""
     space = SplitSpace(global_batch_size=2, num_devices=1)
     guard = FilteredSampler(space, lambda _: RandomSampler())
-    problem = Problem(B=2, num_devices=1)
+    problem = linear_job(B=2, num_devices=1)
     attempts = [Attempt(measurement=problem.measure(split(2, k, 2 // k))) for k in (1, 2)]
     assert guard.why_stop(attempts[:1]) is None
     assert guard.why_stop(attempts) == "space exhausted"
@@ -148,7 +147,7 @@ def test_the_inner_sampler_is_made_anew_with_the_number_of_finished_trials() -> 
         made.append(num_finished)
         return RandomSampler(seed=num_finished)
 
-    problem = Problem(B=16, num_devices=2)
+    problem = linear_job(B=16, num_devices=2)
     guard = FilteredSampler(problem.space(), make)
     optimize(guard, problem, 3)
     assert made == [0, 0, 1, 2]

@@ -9,10 +9,10 @@ from splittune.search.samplers.grid import GridSampler
 from splittune.search.samplers.parameters import distributions_of, split_of
 from splittune.search.storage.records import demand
 from splittune.split import BatchSplit, SplitSpace
-from tests.search.problem import Problem
+from tests.search.problem import Job, linear_job
 
 
-def asked(problem: Problem, num_trials: int) -> list[BatchSplit]:
+def asked(problem: Job, num_trials: int) -> list[BatchSplit]:
     """What the sampler asks for, every split measured."""
     space = problem.space()
     study = optuna.create_study(direction="maximize", sampler=GridSampler(space))
@@ -25,7 +25,7 @@ def asked(problem: Problem, num_trials: int) -> list[BatchSplit]:
 
 def test_halves_the_gaps_between_the_listed_splits() -> None:
     """Of 8 in a row the order is 0, 4, 2, 6, 1, 5, 3, 7: coarse at first, and ever finer."""
-    problem = Problem(B=8, num_devices=1)
+    problem = linear_job(B=8, num_devices=1)
     table = listed_table(problem.space())
     assert len(table) == 5  # micro-batches of 8, 4, 3, 2 and 1
     assert asked(problem, 5) == [table.split(row) for row in (0, 4, 2, 1, 3)]
@@ -34,7 +34,7 @@ def test_halves_the_gaps_between_the_listed_splits() -> None:
 @pytest.mark.parametrize("shares", ["gpu0", "each"])
 def test_covers_the_list_once(shares: str) -> None:
     """Every listed split is asked for, and none twice."""
-    problem = Problem(B=5, num_devices=2, shares=shares)
+    problem = linear_job(B=5, num_devices=2, shares=shares)
     table = listed_table(problem.space())
     splits = asked(problem, len(table))
     assert len(set(splits)) == len(table)
@@ -43,8 +43,8 @@ def test_covers_the_list_once(shares: str) -> None:
 
 def test_beyond_the_list_the_first_is_repeated() -> None:
     """Asked for more than there is, it does not fail."""
-    problem = Problem(B=2, num_devices=1)
-    assert asked(problem, 3)[-1] == asked(Problem(B=2, num_devices=1), 1)[0]
+    problem = linear_job(B=2, num_devices=1)
+    assert asked(problem, 3)[-1] == asked(linear_job(B=2, num_devices=1), 1)[0]
 
 
 def test_other_parameters_are_refused() -> None:

@@ -19,8 +19,7 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import GuidedSampler, SearchResult, find_best_split, report, suggest_split
 from splittune.search.samplers.parameters import distributions_of, split_of
 from splittune.split import BatchSplit, SplitSpace
-from tests.search.problem import failing_after
-from tests.search.truth import card_memory, job, split
+from tests.search.problem import card_memory, failing_after, job, split
 
 MAX_TRIALS = 12
 

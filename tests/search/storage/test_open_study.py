@@ -22,7 +22,7 @@ import sqlalchemy
 from splittune.errors import ConfigError
 from splittune.search import SearchResult, Trial, find_best_split
 from splittune.search.storage import open_study as storage_module
-from tests.search.problem import Problem, failing_after
+from tests.search.problem import Job, failing_after, linear_job
 
 Tried = Callable[[str, str, str, str], None]
 
@@ -33,9 +33,9 @@ RESUMES = "a search started again goes on from every finished trial"
 THE_SAME = "the result is that of a search nobody disturbed"
 
 
-def search(storage: Path, problem: Problem | None = None, measure: Any = None, **options: Any) -> SearchResult:
+def search(storage: Path, problem: Job | None = None, measure: Any = None, **options: Any) -> SearchResult:
     """A short search, the same every time."""
-    problem = problem or Problem()
+    problem = problem or linear_job()
     options = {"max_trials": NUM_TRIALS, "sampler": "random", "seed": 3} | options
     return find_best_split(problem.space(), measure or problem.measure, storage=storage, **options)
 
@@ -47,7 +47,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SearchResult:
 
 def assert_goes_on(storage: Path, seen: list[Trial], undisturbed: SearchResult) -> int:
     """Started again, the search measures nothing that had been stored, and ends as if nothing had happened."""
-    problem = Problem()
+    problem = linear_job()
     result = search(storage, problem)
     assert [(t.kind, t.measurement) for t in result.trials] == [(t.kind, t.measurement) for t in undisturbed.trials]
     assert result.best == undisturbed.best
@@ -114,7 +114,7 @@ def test_a_locked_database_is_refused_at_the_start(
     path = tmp_path / "study.db"
     search(path, max_trials=2)
     monkeypatch.setattr(storage_module, "SQLITE_PATIENCE_S", 0.05)
-    other, problem = locked_by_another(path), Problem()
+    other, problem = locked_by_another(path), linear_job()
     with pytest.raises(ConfigError, match=r"cannot be used: OperationalError: database is locked\. Expected") as caught:
         search(path, problem)
     assert caught.value.__cause__ is None
@@ -129,7 +129,7 @@ def test_a_database_locked_in_mid_search_loses_no_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: SearchResult, tried: Tried
 ) -> None:
     """The trial that could not be stored is with the caller, those before are in the file."""
-    path, problem, seen, others = tmp_path / "study.db", Problem(), [], []
+    path, problem, seen, others = tmp_path / "study.db", linear_job(), [], []
     monkeypatch.setattr(storage_module, "SQLITE_PATIENCE_S", 0.05)
 
     def measure(split: Any) -> Any:
@@ -147,7 +147,7 @@ def test_a_database_locked_in_mid_search_loses_no_trial(
 
 def test_a_short_lock_is_waited_for(tmp_path: Path, undisturbed: SearchResult, tried: Tried) -> None:
     """A backup, or somebody who looks at the trials, does not end the search."""
-    path, problem = tmp_path / "study.db", Problem()
+    path, problem = tmp_path / "study.db", linear_job()
 
     def measure(split: Any) -> Any:
         other = locked_by_another(path)
@@ -168,7 +168,7 @@ def test_a_storage_that_is_read_only_is_refused(name: str, protected: str, tried
     """Nothing is measured for a file that cannot keep it."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        path, problem = folder / name, Problem()
+        path, problem = folder / name, linear_job()
         search(path, max_trials=2)
         before = path.read_bytes()
         path.chmod(0o444 if protected == "file" else 0o666)
@@ -188,7 +188,7 @@ def test_a_storage_that_is_read_only_is_refused(name: str, protected: str, tried
 )
 def test_a_file_of_another_kind_is_refused_and_not_touched(tmp_path: Path, name: str, content: bytes) -> None:
     """A wrong path costs nobody a file."""
-    path, problem = tmp_path / name, Problem()
+    path, problem = tmp_path / name, linear_job()
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be used: ") as caught:
         search(path, problem)
@@ -317,7 +317,7 @@ def test_a_journal_cut_anywhere_in_its_last_line_is_resumed(
     """What a crash of the machine leaves of the last line is taken off, and nothing else is."""
     whole = tmp_path / "whole.journal"
     with pytest.raises(KeyboardInterrupt):
-        search(whole, measure=failing_after(3, Problem().measure, KeyboardInterrupt()))
+        search(whole, measure=failing_after(3, linear_job().measure, KeyboardInterrupt()))
     lines = whole.read_bytes().splitlines(keepends=True)
     for at in (0, 1, 7, len(lines) // 2, len(lines) - 1):
         for length in (1, len(lines[at]) // 2, len(lines[at]) - 1):
@@ -366,14 +366,14 @@ def test_a_second_search_of_the_same_study_is_refused(
     tmp_path: Path, name: str, undisturbed: SearchResult, tried: Tried
 ) -> None:
     """In this process, by a URL and from another process too; the first one does not notice."""
-    path, problem, statuses = tmp_path / name, Problem(), []
+    path, problem, statuses = tmp_path / name, linear_job(), []
     places = [path, tmp_path / "x" / ".." / name, *([f"sqlite:///{path}"] if name == "study.db" else [])]
     message = (
         rf"another splittune is using study 'splittune' in storage .*{name}' \(process {os.getpid()}\): expected one"
     )
 
     def refused(place: Any) -> None:
-        second = Problem()
+        second = linear_job()
         with pytest.raises(ConfigError, match=message):
             search(place, second)
         assert second.measured == []

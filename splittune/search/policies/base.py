@@ -1,0 +1,225 @@
+"""What a policy sees and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol
+
+import numpy as np
+
+from splittune.search.arrays import BoolArray, FloatArray
+from splittune.search.attempts import Attempt
+from splittune.search.candidates.acquisition import CandidateScores, expected_improvement, joint_feasibility
+from splittune.search.candidates.balance import TimeOfShares
+from splittune.search.candidates.generate import candidates, failures_on_alike
+from splittune.search.candidates.table import (
+    SplitTable,
+    can_be_listed,
+    concatenate,
+    even_table,
+    listed_table,
+    open_rows,
+)
+from splittune.search.models.memory import MemoryModel
+from splittune.search.models.step_time import TimeModel
+from splittune.split import BatchSplit, SplitSpace
+
+# A shard may be this many times as large as the largest that ran, whatever the memory model promises. A
+# choice: memory models were wrong by less than that. Smaller takes more trials to reach a large batch.
+MAX_GROWTH = 16
+
+# A space of at most this many splits is measured whole. A choice: the default number of trials of a
+# search. Larger: spaces are measured whole that the models would settle in fewer trials.
+MAX_TINY = 12
+
+ProposalKind = Literal[
+    "start",
+    "smallest left",
+    "whole batch",
+    "measure all",
+    "baseline",
+    "probe feasibility",
+    "improve",
+    "risky",
+    "explore far",
+    "verify",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """The split to measure next: ``"baseline"``, because ``"even split at k=2: looking for the baseline"``."""
+
+    split: BatchSplit
+    kind: ProposalKind
+    """What the trial is for. Code reads this."""
+    reason: str
+    """Why, in words for people. No code reads this."""
+
+
+class Policy(Protocol):
+    """One idea of what is worth a trial."""
+
+    def propose(self, state: SearchState) -> Proposal | None:
+        """The split to measure next; None where this policy wants no trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpaceTables:
+    """The splits of one space, listed once for a whole search."""
+
+    space: SplitSpace
+    evens: SplitTable
+    """The even splits, fewest accumulation steps first."""
+    listed: SplitTable
+    """All splits where `is_complete`; else those that vary GPU 0's share."""
+    is_complete: bool
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether the space is measured whole."""
+        return self.is_complete and len(self.listed) <= MAX_TINY
+
+    @classmethod
+    def of(cls, space: SplitSpace) -> SpaceTables:
+        return cls(space=space, evens=even_table(space), listed=listed_table(space), is_complete=can_be_listed(space))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimism:
+    """By how much devices are assumed faster than predicted, to make candidates that only then are the best."""
+
+    kernel_gain: float = 0.1
+    """The part of the time that another kernel saves. Set on drawn problems, whose kernels save 3 to 15 %.
+    Larger: more trials go to sizes far from those measured."""
+    kernel_starts: tuple[float, ...] = (0.05, 0.1, 0.2)
+    """How far above the largest measured shard that kernel starts, relative to it. A choice: just beyond
+    what was measured. More starts cost time to balance and are rarely the best candidate."""
+    deviations: float = 2
+    """Shards are also balanced with every device faster by this many standard deviations. A choice, the
+    usual 95 %. Larger: candidates further from the measured shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchState:
+    """Everything a policy may look at: the splits, the trials so far, and what the models make of them.
+
+    It is built once for a proposal. Models and scores are worked out when a policy first asks for them.
+    """
+
+    tables: SpaceTables
+    demands: FloatArray
+    """(n,) bytes that every device must keep free."""
+    trials: Sequence[Attempt]
+    """Oldest first."""
+    memory: MemoryModel
+    """It has seen `trials`."""
+    optimism: Optimism = Optimism()
+
+    @property
+    def space(self) -> SplitSpace:
+        return self.tables.space
+
+    @cached_property
+    def any_ran(self) -> bool:
+        """Whether a trial ran; before one did, the models know nothing."""
+        return any(trial.ran for trial in self.trials)
+
+    @cached_property
+    def any_fits(self) -> bool:
+        return any(trial.fits for trial in self.trials)
+
+    @cached_property
+    def limits(self) -> FloatArray:
+        """(n,) the bytes that each device may hold and keep its headroom."""
+        return np.asarray(self.memory.budget_bytes - self.demands)
+
+    @cached_property
+    def time(self) -> TimeModel:
+        """For a state in which a trial ran."""
+        return TimeModel(self.trials)
+
+    @cached_property
+    def scores(self) -> CandidateScores | None:
+        """What the models say of the candidates; None where nothing ran or no candidate is left."""
+        return self.score_candidates(self.trials) if self.any_ran else None
+
+    @cached_property
+    def optimistic_scores(self) -> CandidateScores | None:
+        """What the models say of the candidates that could be the best if devices are faster than predicted.
+
+        Listed splits are all there in any case. Where they are too many, others are balanced under the
+        curves of `optimism`, for the steps that ran and those predicted near the best.
+        """
+        if self.tables.is_complete or self.scores is None:
+            return self.scores
+        near = self.scores.times.log_s < self.scores.best_log_s + 2 * self.optimism.kernel_gain
+        ran = [trial.split.accumulation_steps for trial in self.trials if trial.fits]
+        steps = np.union1d(self.scores.table.steps[near], ran)
+        time, optimism = self.time, self.optimism
+        curve_sets = [time.surprising_curves(start, optimism.kernel_gain) for start in optimism.kernel_starts]
+        curve_sets.append(time.hopeful_curves(optimism.deviations))
+        return self.score_candidates(self.trials, steps=steps, curve_sets=curve_sets) or self.scores
+
+    def score_candidates(
+        self,
+        failures: Sequence[Attempt],
+        *,
+        steps: FloatArray | None = None,
+        curve_sets: Sequence[Sequence[TimeOfShares]] = (),
+    ) -> CandidateScores | None:
+        """What the models say of the splits not measured yet; None where none is left.
+
+        Where splits are too many to list, candidates are the even ones and those balanced under each of
+        `curve_sets` (those of the time model where none is given), of `steps` alone where given. What
+        `failures` rule out, on the devices that failed and on others of their kind, is left out.
+        """
+        failures = [*failures, *failures_on_alike(failures, self.memory, self.limits)]
+        table = self.tables.listed
+        if not self.tables.is_complete:
+            evens = self.tables.evens
+            evens = evens if steps is None else evens.where(np.isin(evens.steps, steps))
+            curve_sets = curve_sets or self.time.likely_curves
+            balanced = candidates(self.space, steps, curve_sets, self.memory, self.limits, failures)
+            table = concatenate(evens, balanced)
+        measured = table.is_any_of([trial.split for trial in self.trials])
+        table = table.where(open_rows(table, failures) & ~measured)
+        return self._scores_of(table) if len(table) else None
+
+    def _scores_of(self, table: SplitTable) -> CandidateScores:
+        times = self.time.predict(table.steps, table.shards)
+        best_log_s = self._best_log_s()
+        # with nothing to compare with, everything gains, the fastest most
+        reference = best_log_s if np.isfinite(best_log_s) else float(times.log_s.max()) + 1
+        needed = self.memory.needed(table.steps, table.shards)
+        is_within_budget = (needed.most_after_cache_flush <= self.memory.budget_bytes).all(axis=1)
+        return CandidateScores(
+            table=table,
+            times=times,
+            best_log_s=best_log_s,
+            gain=expected_improvement(reference - times.log_s, times.deviation),
+            needed=needed,
+            limits=self.limits,
+            feasibility=joint_feasibility(needed, self.limits),
+            cannot_oom=is_within_budget & self.is_grown_slowly(table),
+        )
+
+    def _best_log_s(self) -> float:
+        """Predicted for the fastest split that fits; infinite where none does."""
+        fitting = [trial.split for trial in self.trials if trial.fits]
+        if not fitting:
+            return float("inf")
+        steps = np.array([split.accumulation_steps for split in fitting], dtype=float)
+        shards = np.array([split.shard_sizes for split in fitting], dtype=float)
+        return float(self.time.predict(steps, shards).log_s.min())
+
+    def is_grown_slowly(self, table: SplitTable) -> BoolArray:
+        """(N,) whether no shard is more than `MAX_GROWTH` times as large as the largest that ran."""
+        largest = max(max(trial.split.shard_sizes) for trial in self.trials if trial.ran)
+        return np.asarray((table.shards <= MAX_GROWTH * max(1, largest)).all(axis=1))
+
+    def throughput(self, scores: CandidateScores, row: int) -> float:
+        """Samples per second predicted for a candidate."""
+        return self.space.global_batch_size / float(np.exp(scores.times.log_s[row]))

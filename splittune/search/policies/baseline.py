@@ -1,0 +1,65 @@
+"""The way to the baseline: the even split at the fewest accumulation steps that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from splittune.search.attempts import Attempt, known_infeasible
+from splittune.search.candidates.table import open_rows
+from splittune.search.policies.base import Proposal, SearchState
+from splittune.split import BatchSplit
+
+
+@dataclass(frozen=True, slots=True)
+class FindBaseline:
+    """The even split at the fewest steps that surely fits, where it has clearly fewer than one that fitted.
+
+    Each such trial lets the memory model vouch for a larger one: 16 steps, then 10, then 6.
+    """
+
+    min_fewer_steps: float = 0.05
+    """The part of the steps that another trial must save. A choice. Larger: the baseline is found in fewer
+    trials and may have more steps than it needs."""
+
+    def propose(self, state: SearchState) -> Proposal | None:
+        if not state.any_ran:
+            return None
+        evens = state.tables.evens
+        safe = evens.where(open_rows(evens, state.trials))
+        if len(safe):
+            most = state.memory.needed(safe.steps, safe.shards).most
+            fits = (most <= state.limits).all(axis=1)
+            safe = safe.where(np.asarray(fits & state.is_grown_slowly(safe)))
+        if not len(safe):
+            return None
+        fitting = [t.split.accumulation_steps for t in state.trials if t.fits and evens.is_any_of([t.split]).any()]
+        if fitting and int(safe.steps[0]) > (1 - self.min_fewer_steps) * min(fitting):
+            return None
+        return _towards_baseline(safe.split(0))
+
+
+def bisect_baseline(even_splits: Sequence[BatchSplit], trials: Sequence[Attempt]) -> Proposal | None:
+    """The even split to measure next where no memory model tells which fit; None once the baseline is known.
+
+    `even_splits` begin with the fewest steps. Steps are doubled until a split fits (the last one is tried
+    before giving up), then halved between the last failure and the first that fits. Example: 64 samples
+    that fit from 5 steps on are measured at 1, 2, 4, 8, 6 and 5.
+    """
+    known = {trial.split: trial.fits for trial in trials}
+    fits = [known.get(split, False if known_infeasible(split, trials) else None) for split in even_splits]
+    first = next((place for place, answer in enumerate(fits) if answer), None)
+    beyond = len(fits) if first is None else first
+    last_failure = max((place for place, answer in enumerate(fits[:beyond]) if answer is False), default=-1)
+    if first is None:
+        last = len(fits) - 1
+        place = min(max(0, 2 * last_failure + 1), last)
+        return _towards_baseline(even_splits[place]) if last_failure < last else None
+    return _towards_baseline(even_splits[(last_failure + first) // 2]) if first - last_failure > 1 else None
+
+
+def _towards_baseline(split: BatchSplit) -> Proposal:
+    reason = f"even split at k={split.accumulation_steps}: looking for the baseline"
+    return Proposal(split=split, kind="baseline", reason=reason)

@@ -1,0 +1,70 @@
+"""Where memory is not affine, a split that only likely fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from splittune.search.arrays import FloatArray
+from splittune.search.candidates.acquisition import CandidateScores, optimistic_gain
+from splittune.search.policies.base import Proposal, SearchState
+
+
+@dataclass(frozen=True, slots=True)
+class RiskyImprovement:
+    """Where memory is not affine: the split with the best optimistic gain among those likely to run.
+
+    The gain counts by the cube root of how likely the split keeps its headroom. What the allocator holds
+    may be less with a larger shard, so a trial that ran and kept too little headroom rules out nothing but
+    its own shards here.
+    """
+
+    min_gain: float = 0.03
+    """Optimistic gain, in logarithms of time, that is worth the risk. Set on drawn problems. Smaller: more
+    trials that may run out of memory."""
+    times_safe_gain: float = 2
+    """It must also be worth this many times the best safe split, which will be tried next otherwise. A
+    choice. Larger: risks are taken later or never."""
+    deviations: float = 2
+    """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %."""
+    min_runs_at_first: float = 0.5
+    """How likely a split must be to run while none ran out of memory. A choice: more likely than not."""
+    min_runs_after_oom: float = 0.9
+    """How likely a split must be to run once one ran out of memory. Set on drawn problems. 1 takes no
+    further risk."""
+    max_trials: int = 12
+    """No risk is taken from this trial on. A choice: the default number of trials of a search."""
+
+    def propose(self, state: SearchState) -> Proposal | None:
+        if state.scores is None or not state.any_fits or state.memory.is_affine:
+            return None
+        if len(state.trials) >= self.max_trials or state.tables.is_tiny:  # a tiny space is measured whole instead
+            return None
+        scores = state.score_candidates([trial for trial in state.trials if not trial.ran])
+        if scores is None:
+            return None
+        runs = scores.needed.feasibility_below(state.memory.budget_bytes)
+        fits = self._feasibility(state, scores)
+        gain = optimistic_gain(scores, state.trials, self.deviations) * np.cbrt(fits)
+        at_least = max(self.min_gain, self.times_safe_gain * state.scores.value[state.scores.best_row])
+        # the first trial is made before anything is known: that it failed says nothing of the models
+        has_failed = any(not trial.ran for trial in state.trials[1:])
+        min_runs = self.min_runs_after_oom if has_failed else self.min_runs_at_first
+        is_open = ~scores.surely_feasible & (runs >= min_runs) & state.is_grown_slowly(scores.table)
+        gain = np.where(is_open, gain, -np.inf)
+        row = int(gain.argmax())
+        if gain[row] < at_least:
+            return None
+        predicted = f"predicted {state.throughput(scores, row):,.0f} samples/s"
+        chances = f"runs with a chance of {runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
+        reason = f"{predicted}; memory is not affine here: {chances}"
+        return Proposal(split=scores.table.split(row), kind="risky", reason=reason)
+
+    def _feasibility(self, state: SearchState, scores: CandidateScores) -> FloatArray:
+        """(N,) how likely each candidate keeps its headroom; 0 with a shard that kept too little before."""
+        fits = scores.needed.feasibility_below(scores.limits)
+        for trial in state.trials:
+            for device in trial.lacking:
+                fits[scores.table.shards[:, device] == trial.split.shard_sizes[device]] = 0.0
+        return fits

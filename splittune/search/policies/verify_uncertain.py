@@ -1,0 +1,39 @@
+"""With trials to spare, the most uncertain prediction that could hide the best split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from splittune.search.candidates.acquisition import optimistic_gain
+from splittune.search.policies.base import Proposal, SearchState
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyUncertain:
+    """The split with the best optimistic gain: it is the fastest if its prediction is off far enough."""
+
+    max_trials: int = 12
+    """Nothing is verified from this trial on. A choice: the default number of trials of a search."""
+    deviations: float = 4
+    """The optimism: faster than predicted by this many standard deviations. Set on drawn problems, where
+    deviations are often too small. Larger: more trials before the search ends."""
+    min_gain: float = 0.005
+    """Optimistic gain, in logarithms of time, that is worth a trial. Set on drawn problems. Smaller: more
+    trials before the search ends."""
+
+    def propose(self, state: SearchState) -> Proposal | None:
+        if not state.any_fits or len(state.trials) >= self.max_trials:
+            return None
+        scores = state.optimistic_scores
+        if scores is None:
+            return None
+        gain = optimistic_gain(scores, state.trials, self.deviations)
+        gain = np.where(scores.surely_feasible, gain, -np.inf)
+        row = int(gain.argmax())
+        if gain[row] < self.min_gain:
+            return None
+        prediction = f"{state.throughput(scores, row):,.0f} samples/s, give or take {scores.times.deviation[row]:.1%}"
+        reason = f"to verify an uncertain prediction: {prediction}"
+        return Proposal(split=scores.table.split(row), kind="verify", reason=reason)

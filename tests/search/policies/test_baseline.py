@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.attempts import Attempt
+from splittune.search.policies.baseline import FindBaseline, bisect_baseline
+from splittune.split import SplitSpace
+from tests.search.policies.story import of_kind, search, state_after
+from tests.search.problem import card_memory, even, job
+
+
+def test_even_splits_grow_until_the_baseline() -> None:
+    """Ever fewer steps are tried as far as memory is vouched for, and the last that fits is the baseline."""
+    problem = job([card_memory(is_first=True, sample=20, total=800), *[card_memory(sample=20)] * 3], B=256)
+    proposals, trials = search(problem)
+    steps = [one.split.accumulation_steps for one in of_kind("baseline", proposals)]
+    assert steps
+    assert steps == sorted(steps, reverse=True)
+    fewest = problem.baseline()
+    assert fewest is not None
+    assert steps[-1] <= 1.06 * fewest.accumulation_steps
+    assert all(one.fits for one in trials)
+
+
+def test_a_few_steps_less_are_not_worth_a_trial() -> None:
+    """In 2 steps of 64 it fitted; one step is half as many, and worth a trial only where less than half must be saved."""
+    problem = job(2, B=64)
+    state = state_after(problem, [even(64, 32, 2), even(64, 2, 2)])
+    wanted = FindBaseline().propose(state)
+    assert wanted is not None
+    assert (wanted.split, wanted.kind) == (even(64, 1, 2), "baseline")
+    assert FindBaseline(min_fewer_steps=0.6).propose(state) is None
+
+
+@pytest.mark.parametrize(
+    ("fits_from", "expected"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 4, 3]),
+        (5, [1, 2, 4, 8, 6, 5]),
+        (64, [1, 2, 4, 8, 16, 32, 64, 48, 56, 60, 62, 63]),
+    ],
+)
+def test_without_a_model_it_is_found_by_doubling_and_bisection(fits_from: int, expected: list[int]) -> None:
+    """Steps are doubled until an even split fits, then halved between the last failure and that."""
+    evens = list(SplitSpace(global_batch_size=64, num_devices=1).even_splits())
+    trials: list[Attempt] = []
+    while (proposal := bisect_baseline(evens, trials)) is not None:
+        if proposal.split.accumulation_steps >= fits_from:
+            measurement = Measurement(split=proposal.split, outcome=Outcome.OK, whole_step_times_s=(1.0,))
+        else:
+            measurement = Measurement(split=proposal.split, outcome=Outcome.CRASHED)
+        trials.append(Attempt(measurement=measurement))
+    assert [one.split.accumulation_steps for one in trials] == expected
+
+
+def test_without_a_model_the_smallest_even_split_is_tried_before_giving_up() -> None:
+    """When nothing fits, the last even split measured is the one with the most accumulation steps."""
+    evens = list(SplitSpace(global_batch_size=24, num_devices=2).even_splits())
+    trials: list[Attempt] = []
+    while (proposal := bisect_baseline(evens, trials)) is not None:
+        assert proposal.kind == "baseline"
+        trials.append(Attempt(measurement=Measurement(split=proposal.split, outcome=Outcome.OUT_OF_MEMORY)))
+    assert trials[-1].split == evens[-1]
+    assert evens[-1].shard_sizes == (0, 1)

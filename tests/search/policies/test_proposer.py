@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.attempts import Attempt
+from splittune.search.policies.base import Policy, Proposal, ProposalKind, SearchState
+from splittune.search.policies.proposer import Proposer, propose
+from tests.search.jobs import JOBS
+from tests.search.policies.story import search, state_after
+from tests.search.problem import card_memory, even, job, trial
+
+
+class Wants(Policy):
+    """Wants the same split every time, or nothing."""
+
+    def __init__(self, kind: ProposalKind | None) -> None:
+        self.kind = kind
+
+    def propose(self, state: SearchState) -> Proposal | None:
+        return None if self.kind is None else Proposal(split=even(8, 1, 2), kind=self.kind, reason="")
+
+
+def test_the_first_policy_that_wants_a_trial_decides() -> None:
+    """Those before it want none, those behind it are not asked; where none wants one there is no proposal."""
+    state = state_after(job(2, B=8))
+    proposal = propose(state, (Wants(None), Wants("baseline"), Wants("risky")))
+    assert proposal is not None
+    assert proposal.kind == "baseline"
+    assert propose(state, (Wants(None), Wants(None))) is None
+
+
+def test_it_depends_on_the_trials_alone() -> None:
+    """A fresh proposer proposes after any number of trials what the one that made them did."""
+    problem = job([card_memory(is_first=True, sample=30, total=1500), *[card_memory(sample=30)] * 2], B=96)
+    proposals, trials = search(problem)
+    for place, proposal in enumerate(proposals):
+        assert Proposer(problem.space(), problem.min_headroom_bytes).propose(trials[:place]) == proposal
+    assert Proposer(problem.space(), problem.min_headroom_bytes).propose(trials) is None
+
+
+@pytest.mark.parametrize("name", list(JOBS)[::4])
+def test_every_proposal_says_what_it_is_for_and_why(name: str) -> None:
+    """A kind that code can read, and a reason in one line for people; the first is the start."""
+    proposals, _ = search(JOBS[name](), most=12)
+    assert proposals[0].kind == "start"
+    assert {one.kind for one in proposals} <= set(get_args(ProposalKind))
+    assert all(one.reason and "\n" not in one.reason for one in proposals)
+
+
+def test_a_crash_is_left_alone() -> None:
+    """A split that crashed is not proposed again, and says nothing of memory."""
+    problem = job(2, B=64)
+    proposer = Proposer(problem.space(), (0, 0))
+    ran = [trial(problem, even(64, k, 2), (0, 0)) for k in (32, 2)]
+    proposal = proposer.propose(ran)
+    assert proposal is not None
+    crashed = Attempt(measurement=Measurement(split=proposal.split, outcome=Outcome.CRASHED))
+    after = proposer.propose([*ran, crashed])
+    assert after is not None
+    assert after.split != proposal.split
+
+
+def test_warnings_of_both_models_are_passed_on() -> None:
+    """Before anything ran there is nothing to warn of; then what either model says is heard."""
+    problem = job(2, B=64)
+    proposer = Proposer(problem.space(), (0, 0))
+    assert proposer.warnings([]) == ()
+    wild = []
+    for i, k in enumerate((32, 16, 8, 4, 2)):
+        one = trial(problem, even(64, k, 2), (0, 0)).measurement
+        times = tuple(time * (4.0 if i % 2 else 0.5) for time in one.micro_step_times_s)
+        wild.append(Attempt(measurement=_with_times(one, times)))
+    assert any("time model" in warning for warning in proposer.warnings(wild))
+
+
+def _with_times(one: Measurement, times: tuple[float, ...]) -> Measurement:
+    return Measurement(
+        split=one.split,
+        outcome=one.outcome,
+        micro_step_times_s=times,
+        update_times_s=one.update_times_s,
+        memory=one.memory,
+    )

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from splittune.profiling.measurement import Outcome
+from splittune.search.policies.risky import RiskyImprovement
+from tests.search.jobs import AFFINE
+from tests.search.policies.story import best_of, of_kind, search, state_after
+from tests.search.problem import MIB, CardTime, Job, card_memory, job
+
+
+def jump_and_power() -> Job:
+    """Memory grows faster than the share, and jumps at 4 samples; kernels work on tiles of 16."""
+    times = CardTime(launch_s=0.029, sample_s=0.0098, tile=16, tile_weight=0.62, switch_at=22, switch_factor=1.17)
+    memories = [
+        card_memory(
+            is_first=True, parameters=440, state=880, stays=0.97, sample=780, output=193, total=11264, outside=512
+        ),
+        card_memory(parameters=440, stays=0.97, sample=780, total=11264, outside=512),
+    ]
+    curved = [replace(card, power=1.053, jump_at=4, jump=294.0 * MIB, reserve=0.038) for card in memories]
+    return job(curved, B=72, times=[times] * 2, micro_step_s=0.046, update_s=0.052, reduce_s=0.0014)
+
+
+def allocator_varies() -> Job:
+    """The allocator holds up to 8 % more than is live, from share to share; 8 cards of a few samples each."""
+    times = CardTime(launch_s=0.000134, sample_s=0.0001155, knee=3)
+    first = card_memory(
+        is_first=True, parameters=112, state=112, stays=0.68, sample=2650, output=118, total=16384, outside=3733
+    )
+    other = card_memory(parameters=112, stays=0.68, sample=2650, total=16384, outside=317)
+    curved = [replace(card, power=1.04, reserve=0.08) for card in (first, *[other] * 7)]
+    return job(curved, B=74, times=[times] * 8, micro_step_s=3e-5, update_s=3e-5, reduce_s=2.6e-5)
+
+
+def jump_and_faster_kernel() -> Job:
+    """Memory jumps at 4 samples, a faster kernel starts at 6, and GPU 0 is a quarter full of other programs."""
+    times = CardTime(launch_s=0.0046, sample_s=0.0051, tile=2, tile_weight=0.77, switch_at=6, switch_factor=0.893)
+    first = card_memory(
+        is_first=True, parameters=281, state=281, stays=0.12, sample=4333, output=1093, total=40960, outside=10274
+    )
+    other = card_memory(parameters=281, stays=0.12, sample=4333, total=40960, outside=369)
+    curved = [replace(card, power=1.048, jump_at=4, jump=1430.0 * MIB, reserve=0.018) for card in (first, *[other] * 5)]
+    return job(curved, B=50, times=[times] * 6, micro_step_s=0.003, replica_s=0.002, update_s=0.012)
+
+
+def excess_varies_on_large_shares() -> Job:
+    """What the allocator holds varies from share to share by as much as a whole sample needs, and more."""
+    times = CardTime(launch_s=0.0138, sample_s=0.00011, tile=32, tile_weight=0.66, switch_at=344, switch_factor=1.18)
+    first = card_memory(
+        is_first=True, parameters=363, state=727, stays=0.1, sample=164.1, output=41.3, total=11264, outside=581
+    )
+    other = card_memory(parameters=363, stays=0.1, sample=164.1, total=11264, outside=581)
+    curved = [
+        replace(card, power=1.044, reserve=0.066, jump_at=279, jump=183.0 * MIB) for card in (first, other, other)
+    ]
+    return job(
+        curved, B=1936, times=[times] * 3, micro_step_s=0.0003, replica_s=0.0006, update_s=0.0129, reduce_s=0.0005
+    )
+
+
+def one_kind_holds_more() -> Job:
+    """A third of a card for each sample; the card of another kind needs 700 MiB more than those like GPU 0."""
+    fast = CardTime(launch_s=0.00033, sample_s=0.0036, tile=8, tile_weight=0.95, switch_at=2, switch_factor=0.875)
+    memory = {"parameters": 3553, "stays": 0.436, "sample": 21642, "outside": 668}
+    memories = [
+        card_memory(is_first=True, state=7107, workspace=78, output=4549, total=49152, **memory),
+        card_memory(workspace=771, total=40960, **memory),
+        card_memory(workspace=78, total=49152, **memory),
+    ]
+    slow = replace(fast, launch_s=0.0004, sample_s=0.0074)
+    return job(
+        memories, B=18, times=[fast, slow, fast], shares="each", micro_step_s=0.0009, output_s=0.00035, update_s=0.0042
+    )
+
+
+@pytest.mark.parametrize("make", [jump_and_power, allocator_varies, jump_and_faster_kernel])
+def test_where_memory_is_not_affine_a_likely_split_is_tried(make: Callable[[], Job]) -> None:
+    """The best is never vouched for, since a trial took more than the model held possible; it is tried all the same."""
+    problem = make()
+    proposals, trials = search(problem, most=12)
+    risky = [place for place, one in enumerate(proposals) if one.kind == "risky"]
+    assert risky
+    safe = max(one.throughput for one in trials[: risky[0]])
+    assert max(trials[place].throughput for place in risky) > 1.08 * safe
+    assert best_of(problem, trials) >= 0.95
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_where_memory_is_affine_no_risk_is_taken(name: str) -> None:
+    """No prediction is exceeded there, so nothing is tried that memory is not known to allow, and nothing runs out."""
+    proposals, trials = search(AFFINE[name](), most=12)
+    assert not of_kind("risky", proposals)
+    began = next(place for place, one in enumerate(trials) if one.ran)
+    assert all(one.measurement.outcome is not Outcome.OUT_OF_MEMORY for one in trials[began:])
+
+
+def test_a_card_of_another_kind_that_holds_more_makes_memory_no_less_affine() -> None:
+    """What a card never used before took beyond what was predicted says nothing of lines: nothing runs out."""
+    problem = one_kind_holds_more()
+    proposals, trials = search(problem, most=12)
+    assert not trials[0].ran
+    assert not of_kind("risky", proposals)
+    assert all(one.ran for one in trials[1:])
+    assert best_of(problem, trials) == pytest.approx(1)
+
+
+def test_too_little_headroom_with_one_share_rules_out_no_larger_one() -> None:
+    """47 samples kept too little on GPU 2; 48 keep enough, and make the best split there is."""
+    problem = excess_varies_on_large_shares()
+    proposals, trials = search(problem, most=12)
+    ruled_out = [
+        place for place, one in enumerate(trials) if any(other.rules_out(one.split) for other in trials[:place])
+    ]
+    assert [proposals[place].kind for place in ruled_out] == ["risky"]
+    assert trials[ruled_out[0]].throughput == max(one.throughput for one in trials)
+
+
+def test_what_kept_too_little_headroom_is_not_risked_again() -> None:
+    """The same shares hold the same: after a risk that failed, another is taken with other shares on that device."""
+    proposals, trials = search(jump_and_power(), most=12)
+    risky = [one for one, proposal in zip(trials, proposals, strict=True) if proposal.kind == "risky"]
+    failed = risky[0]
+    assert failed.lacking
+    assert len(risky) > 1
+    for one in risky[1:]:
+        assert all(one.split.shard_sizes[i] != failed.split.shard_sizes[i] for i in failed.lacking)
+
+
+def test_no_risk_is_taken_once_trials_are_many() -> None:
+    """The trial from which on none is, is a field: with one fewer than were made, the same state wants none."""
+    problem = allocator_varies()
+    proposals, trials = search(problem, most=12)
+    place = next(place for place, one in enumerate(proposals) if one.kind == "risky")
+    state = state_after(allocator_varies(), trials[:place])
+    assert RiskyImprovement().propose(state) == proposals[place]
+    assert RiskyImprovement(max_trials=place).propose(state) is None
+    assert RiskyImprovement(min_gain=10.0).propose(state) is None

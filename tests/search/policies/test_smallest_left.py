@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from splittune.search.policies.proposer import Proposer
+from splittune.search.policies.smallest_left import SmallestLeft
+from tests.search.policies.story import search, state_after
+from tests.search.problem import card_memory, even, job, linear_job, split
+
+
+def test_when_nothing_fitted_the_smallest_burden_on_the_suspect_comes_next() -> None:
+    """After GPU 0 ran out of memory with one sample, splits that spare it are tried before all else."""
+    problem = job([card_memory(is_first=True, sample=150, total=340), card_memory(sample=150)], B=16)
+    proposals, trials = search(problem, most=6)
+    assert trials[0].lacking == {0}
+    assert proposals[1].kind == "smallest left"
+    assert proposals[1].split == split(16, 16, 0, 1)
+    assert trials[1].fits
+    assert all(proposal.split.gpu0_bsz == 0 for proposal in proposals[1:])
+
+
+def test_it_gives_up_when_all_is_ruled_out() -> None:
+    """Where no card holds a sample the search ends, and nothing is open."""
+    problem = job([card_memory(is_first=True, total=50), card_memory(total=50)], B=8)
+    proposer = Proposer(problem.space(), problem.min_headroom_bytes)
+    proposals, trials = search(problem)
+    assert len(proposals) < 8
+    assert proposer.propose(trials) is None
+    assert not proposer.has_open(trials)
+
+
+def test_a_single_step_is_tried_where_nothing_fits_that_accumulates() -> None:
+    """The copy of the gradients that accumulation costs GPU 0 is what does not fit: the whole batch at once has none."""
+    problem = linear_job(B=8, num_devices=2, total_mib=(900, 1000), gradients_mib=900.0, oom="named")
+    proposals, trials = search(problem)
+    whole = next(place for place, one in enumerate(proposals) if one.kind == "whole batch")
+    assert proposals[whole].split == even(8, 1, 2)
+    assert trials[whole].fits
+    assert not any(trial.fits for trial in trials[:whole])
+
+
+def test_it_ends_once_a_split_ran_or_fits() -> None:
+    """At first it is for as long as nothing ran; at the end of all policies, for as long as nothing fits."""
+    problem = job(2, B=16)
+    ran = state_after(problem, [even(16, 8, 2)])
+    assert SmallestLeft(until="one ran").propose(ran) is None
+    assert SmallestLeft(until="one fits").propose(ran) is None
+    tight = job([card_memory(is_first=True, total=520), card_memory(total=520)], B=16)
+    ran_without_headroom = state_after(tight, [even(16, 8, 2)])
+    assert ran_without_headroom.any_ran
+    assert not ran_without_headroom.any_fits
+    assert SmallestLeft(until="one ran").propose(ran_without_headroom) is None
+    assert SmallestLeft(until="one fits").propose(ran_without_headroom) is not None

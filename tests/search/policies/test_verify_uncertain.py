@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from splittune.search.policies.verify_uncertain import VerifyUncertain
+from tests.search.policies.story import of_kind, search, state_after
+from tests.search.problem import card_memory, even, job
+
+
+def test_the_prediction_in_most_doubt_is_verified_last() -> None:
+    """On like cards with room for all the even split is the best; what could still beat it is verified, then the search ends."""
+    proposals, trials = search(job(4, B=96))
+    checks = of_kind("verify", proposals)
+    assert checks
+    assert proposals[-1].kind == "verify"
+    assert max(one.throughput for one in trials) == max(
+        one.throughput for one, proposal in zip(trials, proposals, strict=True) if proposal.kind != "verify"
+    )
+
+
+def test_it_wants_less_with_less_optimism_and_nothing_without_trials_to_spare() -> None:
+    """Its optimism and the last trial it may have are fields."""
+    state = state_after(job(4, B=96), [even(96, 24, 4), even(96, 2, 4), even(96, 1, 4)])
+    wanted = VerifyUncertain().propose(state)
+    assert wanted is not None
+    assert VerifyUncertain(deviations=0.0, min_gain=0.3).propose(state) is None
+    assert VerifyUncertain(max_trials=3).propose(state) is None
+
+
+def test_only_what_surely_fits_is_verified() -> None:
+    """A verification is no risk: each keeps its headroom and none runs out of memory."""
+    problem = job([card_memory(is_first=True, sample=60, total=2000), *[card_memory(sample=60, total=3000)] * 3], B=128)
+    proposals, trials = search(problem)
+    assert all(one.fits for one, proposal in zip(trials, proposals, strict=True) if proposal.kind == "verify")
