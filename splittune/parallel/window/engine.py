@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from splittune.parallel.nesting import tensors_of
 from splittune.parallel.transfer import add_to_home, plus
 from splittune.parallel.window.partial_gradients import PartialGradient, Verdict, has_hooks, show
 from splittune.parallel.window.replica_copies import ModuleState, ReplicaCopies
+from splittune.parallel.window.replica_leaves import ReplicaLeaves
 
 # Private, and what DistributedDataParallel and FSDP end their backward with. A test in
 # tests/parallel/window/test_engine.py says so should it change.
@@ -84,8 +85,8 @@ class WindowEngine:
     forward in a backward  -               -               -                 as CLOSED or COPIED,
     (a checkpoint's)                                                         nothing is judged
     forward, no_grad       copies for this call alone; nothing is judged, no state changes
-    backward begins        to BACKWARD     to BACKWARD     judged; then to   nothing: another
-                                                           BACKWARD          device's thread
+    backward begins, at    to BACKWARD     to BACKWARD     judged; then to   nothing: another
+    an output or a leaf                                    BACKWARD          device's thread
     backward ends,         -               -               -                 parts are shown; to
     no_sync                                                                  PARTIAL
     backward ends, last    -               -               -                 sum delivered; to
@@ -112,7 +113,7 @@ class WindowEngine:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._kept: list[ReplicaCopies] = []  # the open window's: their gradients outlive their graphs
-        self._live: weakref.WeakSet[ReplicaCopies] = weakref.WeakSet()
+        self._live: weakref.WeakSet[ReplicaLeaves] = weakref.WeakSet()
         self._in_backward = False
         self._partials: list[PartialGradient] = []
         self._lock = threading.Lock()  # backward has a thread for each device
@@ -149,7 +150,7 @@ class WindowEngine:
         # replica has them.
         copies.home_was_idle = 0 not in positions
         if records:
-            copies.is_last = last
+            copies.leaves.is_last = last
             # Kept for the window alone. Otherwise the graph keeps them, and the next forward copies
             # again.
             if (self._kept or not last) and copies not in self._kept:
@@ -162,29 +163,39 @@ class WindowEngine:
             if tensor.requires_grad:
                 # It holds the copies, so that they live as long as the graph that leaves gradients
                 # with them.
-                tensor.register_hook(partial(_on_backward, self, copies, copies.is_last))
+                tensor.register_hook(partial(_on_backward, self, copies, copies.leaves.is_last))
 
     def discard(self) -> None:
         """Drop the open window: copies, the gradients with the replicas, what is shown of them."""
         self._hide_partial_gradients()
-        for copies in list(self._live):
-            copies.drop_gradients()
+        for leaves in list(self._live):
+            leaves.drop_gradients()
         self._close()
 
-    def begin_backward(self, copies: ReplicaCopies, last: bool) -> None:
+    def begin_backward(self, leaves: ReplicaLeaves, last: bool) -> None:
         """Called as a backward pass begins; its end is `end_backward`."""
         with self._lock:
             if self.state is not WindowState.BACKWARD:
                 self._in_backward = True
                 self._judge_partial_gradients(in_backward=True)
-        _queue_callback(partial(self.end_backward, last, held=copies))
+            leaves.graph_task = torch._C._current_graph_task_id()
+        _queue_callback(partial(self.end_backward, last, held=leaves.alive()))
 
-    def end_backward(self, last: bool, *, held: ReplicaCopies) -> None:
+    def arrive(self, leaves: ReplicaLeaves) -> None:
+        """Called as a gradient arrives at a leaf.
+
+        Where the backward did not come through an output, that of a gradient penalty say, it begins
+        here.
+        """
+        if leaves.graph_task != torch._C._current_graph_task_id():
+            self.begin_backward(leaves, leaves.is_last)
+
+    def end_backward(self, last: bool, *, held: Sequence[Tensor]) -> None:
         """Called once a backward pass has ended, for each of its outputs.
 
         If it raises, the pass counts as failed.
 
-        `held` is not read. The graph that held the copies is freed as the pass goes on: as this
+        `held` is not read. The graph that held the leaves is freed as the pass goes on: as this
         call's argument they live until their gradients have been taken.
         """
         with torch.no_grad():
@@ -196,13 +207,11 @@ class WindowEngine:
                 self._partials = show(list(self._live))
         self._in_backward = False
 
-    def _new_copies(self, link: Link, positions: Sequence[int] | frozenset[int]) -> ReplicaCopies:
+    def _new_copies(self, link: Link, positions: Iterable[int]) -> ReplicaCopies:
         copies = ReplicaCopies(self._module, link, positions)
-        self._live.add(copies)
+        self._live.add(copies.leaves)
         if torch.is_grad_enabled():
-            # A backward that does not pass through the output, a gradient penalty's say, is noticed
-            # where it arrives. Weak: the engine holds these leaves.
-            copies.on_arrival(partial(_on_arrival, weakref.ref(self), weakref.ref(copies)))
+            copies.leaves.on_arrival(partial(_on_arrival, weakref.ref(self)))  # weak: the engine holds these leaves
         return copies
 
     def _close(self) -> None:
@@ -210,13 +219,13 @@ class WindowEngine:
 
     def _bring_home(self) -> None:
         totals: dict[int, tuple[Tensor, Tensor | None]] = {}
-        for copies in list(self._live):
-            so_far = [totals.get(id(original), (original, None))[1] for original in copies.originals]
-            for index, grad in enumerate(copies.take_gradients_at_home()):
+        for leaves in list(self._live):
+            so_far = [totals.get(id(original), (original, None))[1] for original in leaves.originals]
+            for index, grad in enumerate(leaves.take_gradients_at_home()):
                 if grad is not None:
                     so_far[index] = plus(so_far[index], grad)
-            add_to_home(copies.take_gradients_elsewhere(), copies.link, copies.home, so_far)
-            totals.update((id(o), (o, total)) for o, total in zip(copies.originals, so_far, strict=True))
+            add_to_home(leaves.take_gradients_elsewhere(), leaves.link, leaves.home, so_far)
+            totals.update((id(o), (o, total)) for o, total in zip(leaves.originals, so_far, strict=True))
         for original, total in totals.values():
             if total is not None:
                 _deliver(original, total.detach() if total.requires_grad else total)
@@ -247,8 +256,8 @@ class WindowEngine:
             if verdict is Verdict.KEPT:
                 kept.append(each)
             elif verdict is Verdict.DROPPED:
-                for copies in list(self._live):  # what the other devices hold goes as well
-                    copies.drop_gradients(each.parameter)
+                for leaves in list(self._live):  # what the other devices hold goes as well
+                    leaves.drop_gradients(each.parameter)
             else:
                 self.discard()
                 raise WindowError(_MISUSES[verdict])
@@ -256,13 +265,13 @@ class WindowEngine:
 
 
 def _on_backward(engine: WindowEngine, copies: ReplicaCopies, last: bool, _grad: Tensor) -> None:
-    engine.begin_backward(copies, last)
+    engine.begin_backward(copies.leaves, last)
 
 
-def _on_arrival(engine_ref: weakref.ref[WindowEngine], copies_ref: weakref.ref[ReplicaCopies], _grad: Tensor) -> None:
-    engine, copies = engine_ref(), copies_ref()
-    if engine is not None and copies is not None and engine.state is not WindowState.BACKWARD:
-        engine.begin_backward(copies, copies.is_last)
+def _on_arrival(engine_ref: weakref.ref[WindowEngine], leaves: ReplicaLeaves) -> None:
+    engine = engine_ref()
+    if engine is not None:
+        engine.arrive(leaves)
 
 
 def _deliver(original: Tensor, total: Tensor) -> None:

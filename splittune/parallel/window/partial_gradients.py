@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splittune.parallel.window.replica_copies import ReplicaCopies, version_of
+from splittune.parallel.window.replica_copies import version_of
+from splittune.parallel.window.replica_leaves import ReplicaLeaves
 
 
 class Shown(Enum):
@@ -144,14 +145,13 @@ class PartialGradient:
             self.parameter.grad = None
 
 
-def show(every_copies: Iterable[ReplicaCopies]) -> list[PartialGradient]:
+def show(every_leaves: Iterable[ReplicaLeaves]) -> list[PartialGradient]:
     """Let each parameter that a replica holds a gradient of show the first device's part of it."""
     partials: dict[int, PartialGradient] = {}
-    for copies in every_copies:
-        for index, original in enumerate(copies.originals):
-            if id(original) not in partials and copies.has_gradient(index):
-                leaf = copies.leaves[0][index] if 0 in copies.leaves else None
-                partials[id(original)] = _show_one(original, leaf)
+    for leaves in every_leaves:
+        for index, original in enumerate(leaves.originals):
+            if id(original) not in partials and leaves.has_gradient(index):
+                partials[id(original)] = _show_one(original, leaves.at_home(index))
     return list(partials.values())
 
 

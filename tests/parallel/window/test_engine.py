@@ -290,6 +290,49 @@ def test_hooks_run_once_for_two_forwards_and_one_backward() -> None:
     assert len(seen) == 1
 
 
+def slope_penalty(critic: nn.Module, x: Tensor) -> Tensor:
+    """As in Wasserstein GANs: what made the slope is gone when the function has ended."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("wrap", [on_the_cpu, in_threads])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("shard_sizes", [(2, 2), (0, 2, 2)])
+def test_a_penalty_whose_forward_is_gone_counts(
+    wrap: Callable[..., Any], shard_sizes: tuple[int, ...], alone: bool
+) -> None:
+    """A gradient penalty that a function returns, alone or beside losses of other forwards, is one device's."""
+    model, batch = make("mlp", 4)
+    plain = copy.deepcopy(model)
+    for each in (wrap(model, shard_sizes), plain):
+        for micro in accumulate(each, [batch, 1 - batch]):
+            loss = slope_penalty(each, micro)
+            (loss if alone else loss + each(micro).mean() - each(2 * micro).mean()).backward()
+    expected = gradients(plain)
+    if alone:  # the last bias has no part in any slope: on one device it may hold zeros, or nothing
+        expected = {name: grad for name, grad in expected.items() if grad is not None and grad.any()}
+    assert_same({name: gradients(model)[name] for name in expected}, expected, tolerance=2e-5)
+
+
+def test_a_penalty_leaves_nothing_behind() -> None:
+    """Its leaves go with its graph, without the garbage collector's help, and the window is closed."""
+    model, batch = make("mlp", 4)
+    wrapped = on_the_cpu(model, (2, 2))
+    gc.disable()
+    try:
+        slope_penalty(wrapped, batch).backward()
+        engine: Any = wrapped._window
+        assert list(engine._live) == []
+        penalty = slope_penalty(wrapped, batch)
+        assert len(engine._live) == 1
+        del penalty
+        assert list(engine._live) == []
+    finally:
+        gc.enable()
+
+
 def test_a_wrapper_with_an_open_window_can_be_copied_and_pickled() -> None:
     """Copies begin with no window; the original's goes on undisturbed."""
     model, batch = make("mlp", 8)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from splittune.parallel import TorchLink
 from splittune.parallel.window.partial_gradients import Found, PartialGradient, Shown, Verdict, judge, show
-from splittune.parallel.window.replica_copies import ReplicaCopies
+from splittune.parallel.window.replica_leaves import ReplicaLeaves
 from tests.parallel.models import CPU
 
 ANY = None
@@ -74,12 +74,12 @@ def test_the_device_is_asked_only_where_it_decides() -> None:
             )
 
 
-def copies_with(model: nn.Module, gradients: dict[int, Tensor]) -> ReplicaCopies:
-    """Copies on two devices that hold these gradients of the model's one parameter."""
-    copies = ReplicaCopies(model, TorchLink([CPU, CPU]), range(2))
+def show_with(model: nn.Module, gradients: dict[int, Tensor]) -> list[PartialGradient]:
+    """What is shown when replicas on two devices hold these gradients of the model's one parameter."""
+    held = {position: [nn.Parameter(model.weight.detach().clone())] for position in range(2)}
     for position, gradient in gradients.items():
-        copies.leaves[position][0].grad = gradient
-    return copies
+        held[position][0].grad = gradient
+    return show([ReplicaLeaves([model.weight], held, TorchLink([CPU, CPU]))])
 
 
 def model() -> nn.Module:
@@ -110,7 +110,7 @@ def test_what_a_parameter_shows(
     if hooked:
         net.weight.register_hook(lambda grad: grad)
     net.weight.grad = None if before is None else torch.tensor([before], dtype=torch.float32)
-    partial = only(show([copies_with(net, {position: torch.ones(1, 2) for position in at})]))
+    partial = only(show_with(net, {position: torch.ones(1, 2) for position in at}))
     assert partial.shown is expected
     assert partial.found is Found.UNTOUCHED
     assert net.weight.grad.tolist() == [values]
@@ -119,14 +119,14 @@ def test_what_a_parameter_shows(
 def test_what_no_replica_has_is_not_shown() -> None:
     """A parameter that no part of the loss uses shows nothing."""
     net = model()
-    assert show([copies_with(net, {})]) == []
+    assert show_with(net, {}) == []
     assert net.weight.grad is None
 
 
 def test_a_gradient_is_found_again() -> None:
     """Untouched, written to, taken away and replaced are told apart, and hiding leaves what is not ours."""
     net = model()
-    partial = only(show([copies_with(net, {0: torch.ones(1, 2)})]))
+    partial = only(show_with(net, {0: torch.ones(1, 2)}))
     assert partial.verdict(in_backward=False) is Verdict.KEPT
     net.weight.grad.mul_(0.5)
     assert partial.found is Found.CHANGED
@@ -144,12 +144,12 @@ def test_a_gradient_is_found_again() -> None:
 def test_a_parameter_that_was_stepped_is_noticed() -> None:
     """In place, or by a new storage."""
     net = model()
-    partial = only(show([copies_with(net, {0: torch.ones(1, 2)})]))
+    partial = only(show_with(net, {0: torch.ones(1, 2)}))
     with torch.no_grad():
         net.weight.add_(1)
     assert partial.verdict(in_backward=False) is Verdict.STEPPED
     net = model()
-    partial = only(show([copies_with(net, {0: torch.ones(1, 2)})]))
+    partial = only(show_with(net, {0: torch.ones(1, 2)}))
     net.weight.data = torch.ones(1, 2)
     assert partial.verdict(in_backward=True) is Verdict.STEPPED
 
@@ -157,11 +157,11 @@ def test_a_parameter_that_was_stepped_is_noticed() -> None:
 def test_zeros_that_others_added_to_stay() -> None:
     """A penalty that was added to zeros of ours is the user's; the zeros alone go."""
     net = model()
-    partial = only(show([copies_with(net, {1: torch.ones(1, 2)})]))
+    partial = only(show_with(net, {1: torch.ones(1, 2)}))
     net.weight.grad.add_(3)
     partial.hide()
     assert net.weight.grad.tolist() == [[3, 3]]
     net = model()
-    partial = only(show([copies_with(net, {1: torch.ones(1, 2)})]))
+    partial = only(show_with(net, {1: torch.ones(1, 2)}))
     partial.hide()
     assert net.weight.grad is None
