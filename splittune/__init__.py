@@ -10,6 +10,7 @@ model = result.config.wrap(model)
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from splittune.config import MicroBatch, SplitConfig
 from splittune.errors import (
@@ -57,7 +58,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
-    if name == "__version__":
-        return version("splittune")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__version__: str
+if not TYPE_CHECKING:  # to a type checker every name that is not above is a mistake
+
+    def __getattr__(name: str) -> str:
+        if name == "__version__":
+            return version("splittune")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
