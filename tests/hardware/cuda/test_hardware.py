@@ -413,8 +413,10 @@ def moved_optimizer() -> tuple[nn.Parameter, torch.optim.Optimizer]:
 
 def test_an_optimizers_state_follows_its_parameters(install):
     """State left on another device is moved to the parameter's; the step counter stays a host scalar."""
+    parameter, optimizer = (
+        moved_optimizer()
+    )  # its step is torch's own, and would look for a real card behind a fake one
     install(FakeCard())
-    parameter, optimizer = moved_optimizer()
     CudaHardware(CUDA[:1]).prepare_optimizer(optimizer)
     state = optimizer.state[parameter]
     assert {name: value.device.type for name, value in state.items()} == {
