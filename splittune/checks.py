@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import math
+import operator
+from numbers import Real
 from reprlib import repr as short_repr
+from typing import Any
 
 from splittune.errors import ConfigError
 
 
-def check_int(what: str, value: object, *, at_least: int) -> None:
-    """Refuse anything but an integer (True is none) of at least `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+def as_int(value: Any) -> int | None:
+    """`value` as a plain int where it is an integer of any kind, ``np.int64(8)`` too; None for True, 8.0 and "8"."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None  # torch.tensor(True) has an index
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def checked_int(what: str, value: object, *, at_least: int) -> int:
+    """`value` as a plain int; anything but an integer (True is none) of at least `at_least` is refused."""
+    number = as_int(value)
+    if number is None or number < at_least:
         raise ConfigError(f"{what} is {short_repr(value)}: expected an integer of at least {at_least}.")
+    return number
 
 
 def check_str(what: str, value: object) -> None:
@@ -25,7 +40,7 @@ def positive_or_none(what: str, value: object) -> float | None:
     if value is None:
         return None
     message = f"{what} is {short_repr(value)}: expected a finite number above 0, or None where it was not measured."
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(message)
     try:
         number = float(value)

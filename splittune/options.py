@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from splittune.checks import check_int
+from splittune.checks import checked_int
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import LossPlacement
 from splittune.runners.base import DeviceView, JobFacts
@@ -53,7 +53,7 @@ class SearchOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_int("seed", self.seed, at_least=0)
+        object.__setattr__(self, "seed", checked_int("seed", self.seed, at_least=0))
         if self.shares not in get_args(SharesChoice):
             raise ConfigError(f"shares is {self.shares!r}: expected one of {get_args(SharesChoice)}.")
         if self.sampler not in SAMPLER_NAMES:
@@ -137,6 +137,4 @@ def headroom_for(cards: DeviceView, min_headroom_bytes: int | Sequence[int] | No
             f"min_headroom_bytes has {len(demands)} numbers for {num_devices} devices: give one for each device, or a "
             "single number for all."
         )
-    for demand in demands:
-        check_int("min_headroom_bytes", demand, at_least=0)
-    return tuple(demands)
+    return tuple(checked_int("min_headroom_bytes", demand, at_least=0) for demand in demands)

@@ -69,6 +69,7 @@ WITHOUT_TORCH = (
     "splittune.split",
     "splittune.profiling.measurement",
     "splittune.profiling.noise",
+    "splittune.checks",
     "splittune.errors",
     "splittune.units",
     "splittune.signals",

@@ -6,9 +6,11 @@ import csv
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -235,6 +237,17 @@ def test_a_global_batch_other_than_the_loaders_is_legal(
         result = tune(JOBS["mlp"](), global_batch_size=global_batch_size)
     assert result.config.split.global_batch_size == global_batch_size
     assert f"training needs a loader of batch size {global_batch_size}" in caplog.text
+
+
+def test_numpys_integers_are_integers(tmp_path: Path) -> None:
+    """Options out of an array give what plain integers give, down to the file."""
+    options = {"global_batch_size": 12, "max_trials": 1, "seed": 2, "min_headroom_bytes": 4096}
+    given, plain = (
+        tune(JOBS["mlp"](), **{name: kind(value) for name, value in options.items()}) for kind in (np.int64, int)
+    )
+    assert given.trials == plain.trials
+    given.save(tmp_path)
+    assert SplitConfig.load(tmp_path / "split.json") == replace(plain.config, created=given.config.created)
 
 
 # bad input

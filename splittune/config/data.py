@@ -14,7 +14,7 @@ from typing import TypeVar, get_args
 
 import torch
 
-from splittune.checks import check_int, check_str, positive_or_none
+from splittune.checks import check_str, checked_int, positive_or_none
 from splittune.config.files import write_atomically
 from splittune.config.schema import config_to_text, fields_from_text
 from splittune.errors import ConfigError
@@ -89,9 +89,10 @@ class ConfigData:
         self._check_per_device("planned_peak_reserved_bytes", may_be_empty=True)
         for name in ("throughput", "step_time_s"):
             object.__setattr__(self, name, positive_or_none(name, getattr(self, name)))
-        check_int("seed", self.seed, at_least=0)
+        object.__setattr__(self, "seed", checked_int("seed", self.seed, at_least=0))
         if self.eval_batch_size is not None:
-            check_int("eval_batch_size", self.eval_batch_size, at_least=1)
+            size = checked_int("eval_batch_size", self.eval_batch_size, at_least=1)
+            object.__setattr__(self, "eval_batch_size", size)
         if self.loss_placement not in get_args(LossPlacement):
             raise ConfigError(f"loss_placement is {self.loss_placement!r}: expected one of {get_args(LossPlacement)}.")
         self._check_origin()
@@ -154,12 +155,11 @@ class ConfigData:
             what = f"devices[{index}]"
             if not isinstance(device, Device):
                 raise ConfigError(f"{what} is {short_repr(device)}: expected a Device.")
-            check_int(f"{what}.index", device.index, at_least=0)
-            if device.index != index:
+            if checked_int(f"{what}.index", device.index, at_least=0) != index:
                 raise ConfigError(f"{what}.index is {device.index}: expected {index}, its place in the list.")
             check_str(f"{what}.name", device.name)
             check_str(f"{what}.torch_device", device.torch_device)
-            check_int(f"{what}.total_bytes", device.total_bytes, at_least=1)
+            checked_int(f"{what}.total_bytes", device.total_bytes, at_least=1)
             if device.uuid is not None:
                 check_str(f"{what}.uuid", device.uuid)
 
@@ -169,8 +169,8 @@ class ConfigData:
             raise ConfigError(
                 f"{name} has {len(values)} entries for {self.split.num_devices} devices: expected one a device."
             )
-        for index, value in enumerate(values):
-            check_int(f"{name}[{index}]", value, at_least=0)
+        checked = tuple(checked_int(f"{name}[{index}]", value, at_least=0) for index, value in enumerate(values))
+        object.__setattr__(self, name, checked)
 
     def _check_origin(self) -> None:
         """Whether what says where the config comes from can be believed."""

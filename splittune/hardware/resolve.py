@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from splittune.checks import as_int
 from splittune.errors import DeviceError
 from splittune.hardware.cuda.hardware import CudaHardware, count_visible_devices, describe_visible_devices
 from splittune.hardware.cuda.mig import refuse_several_instances_in_environment
@@ -89,8 +90,8 @@ def _torch_device(device: object, position: int) -> torch.device:
         return torch.device("cuda", int(device))
     if isinstance(device, str) and _is_known_to_torch(device):
         return torch.device(device)
-    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
-        return torch.device("cuda", device)
+    if (index := as_int(device)) is not None and index >= 0:
+        return torch.device("cuda", index)
     raise DeviceError(
         f"devices[{position}] is {device!r}: expected a CUDA device, as 'cuda:0', 0 or torch.device('cuda', 0). "
         'Virtual GPUs are named in one string: devices="4xRTX3090".'

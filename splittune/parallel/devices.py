@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from splittune.checks import as_int
 from splittune.errors import DeviceError
 
 DeviceLike = int | str | torch.device
@@ -14,7 +15,8 @@ DeviceLike = int | str | torch.device
 
 def as_device(device: DeviceLike) -> torch.device:
     """A CUDA ordinal or anything torch takes for a device, as tensors report it."""
-    return torch.device("cuda", device) if isinstance(device, int) else _as_reported(torch.device(device))
+    index = as_int(device)
+    return torch.device("cuda", index) if index is not None else _as_reported(torch.device(device))
 
 
 def _as_reported(device: torch.device) -> torch.device:

@@ -160,7 +160,9 @@ class Measurement:
 
     def lacks_headroom(self, min_headroom_bytes: int | Sequence[int]) -> tuple[DeviceMemory, int] | None:
         """The device furthest below its demanded headroom, and the demand; None if all keep it."""
-        demands = [min_headroom_bytes] * len(self.memory) if isinstance(min_headroom_bytes, int) else min_headroom_bytes
+        demands = (
+            min_headroom_bytes if isinstance(min_headroom_bytes, Sequence) else [min_headroom_bytes] * len(self.memory)
+        )
         if self.memory and len(demands) != len(self.memory):
             raise ValueError(f"{len(demands)} headroom demands for {len(self.memory)} devices: give one for each.")
         lacking = [(m, d) for m, d in zip(self.memory, demands, strict=False) if m.headroom_bytes < d]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splittune.checks import check_int
+from splittune.checks import checked_int
 from splittune.errors import ConfigError
 
 
@@ -15,13 +15,13 @@ def headroom_demands(min_headroom_bytes: int | Sequence[int], num_devices: int) 
         ConfigError: a demand is no integer of at least 0, or there are not as many as devices.
     """
     if not isinstance(min_headroom_bytes, Sequence):
-        check_int("min_headroom_bytes", min_headroom_bytes, at_least=0)
-        return (min_headroom_bytes,) * num_devices
+        return (checked_int("min_headroom_bytes", min_headroom_bytes, at_least=0),) * num_devices
     if len(min_headroom_bytes) != num_devices:
         raise ConfigError(
             f"min_headroom_bytes has {len(min_headroom_bytes)} numbers for {num_devices} devices: give one for each "
             "device, or a single number for all."
         )
-    for device, demand in enumerate(min_headroom_bytes):
-        check_int(f"min_headroom_bytes[{device}]", demand, at_least=0)
-    return tuple(min_headroom_bytes)
+    return tuple(
+        checked_int(f"min_headroom_bytes[{device}]", demand, at_least=0)
+        for device, demand in enumerate(min_headroom_bytes)
+    )

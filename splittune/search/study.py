@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
 from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
-from splittune.checks import check_int
+from splittune.checks import checked_int
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import Measurement
 from splittune.search.attempts import Attempt, lacking_devices
@@ -218,6 +219,6 @@ class _Search:
 
 
 def _check_limits(max_trials: object, timeout_s: object) -> None:
-    check_int("max_trials", max_trials, at_least=1)
-    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+    checked_int("max_trials", max_trials, at_least=1)
+    if timeout_s is not None and not (isinstance(timeout_s, Real) and float(timeout_s) > 0):
         raise ConfigError(f"timeout_s is {timeout_s!r}: expected seconds above 0, or None for no limit.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from splittune.checks import as_int
 from splittune.errors import InvalidSplitError
 from splittune.split.shards import even_shards, fit_shards, shards_with_gpu0, spread_evenly
 
@@ -28,11 +29,11 @@ class BatchSplit:
 
     def __post_init__(self) -> None:
         # tuple() also takes what JSON gives back: a list
-        object.__setattr__(self, "shard_sizes", tuple(self.shard_sizes))
-        _check_sizes(self.global_batch_size, self.accumulation_steps)
-        for device, shard in enumerate(self.shard_sizes):
-            if not _is_int(shard) or shard < 0:
-                raise InvalidSplitError(f"shard_sizes[{device}] is {shard!r}: expected an integer of at least 0.")
+        shard_sizes = tuple(_checked_shard(device, shard) for device, shard in enumerate(self.shard_sizes))
+        global_batch_size, accumulation_steps = _checked_sizes(self.global_batch_size, self.accumulation_steps)
+        object.__setattr__(self, "global_batch_size", global_batch_size)
+        object.__setattr__(self, "accumulation_steps", accumulation_steps)
+        object.__setattr__(self, "shard_sizes", shard_sizes)
         expected = _largest_micro_batch(self.global_batch_size, self.accumulation_steps)
         if sum(self.shard_sizes) != expected:
             arithmetic = " + ".join(map(str, self.shard_sizes)) or "nothing"
@@ -45,7 +46,7 @@ class BatchSplit:
     @classmethod
     def even(cls, *, global_batch_size: int, accumulation_steps: int, num_devices: int) -> BatchSplit:
         """The even split; a remainder goes to the devices after GPU 0."""
-        _check_sizes(global_batch_size, accumulation_steps)
+        global_batch_size, accumulation_steps = _checked_sizes(global_batch_size, accumulation_steps)
         largest = _largest_micro_batch(global_batch_size, accumulation_steps)
         return cls(
             global_batch_size=global_batch_size,
@@ -58,7 +59,7 @@ class BatchSplit:
         cls, *, global_batch_size: int, accumulation_steps: int, num_devices: int, gpu0_bsz: int
     ) -> BatchSplit:
         """GPU 0 takes `gpu0_bsz` of the largest micro-batch; the others share the rest evenly."""
-        _check_sizes(global_batch_size, accumulation_steps)
+        global_batch_size, accumulation_steps = _checked_sizes(global_batch_size, accumulation_steps)
         largest = _largest_micro_batch(global_batch_size, accumulation_steps)
         return cls(
             global_batch_size=global_batch_size,
@@ -98,18 +99,24 @@ def _largest_micro_batch(global_batch_size: int, accumulation_steps: int) -> int
     return -(-global_batch_size // accumulation_steps)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _checked_shard(device: int, shard: object) -> int:
+    size = as_int(shard)
+    if size is None or size < 0:
+        raise InvalidSplitError(f"shard_sizes[{device}] is {shard!r}: expected an integer of at least 0.")
+    return size
 
 
-def _check_sizes(global_batch_size: int, accumulation_steps: int) -> None:
-    if not _is_int(global_batch_size) or global_batch_size < 1:
+def _checked_sizes(global_batch_size: object, accumulation_steps: object) -> tuple[int, int]:
+    """Both as plain ints, in each other's range."""
+    batch, steps = as_int(global_batch_size), as_int(accumulation_steps)
+    if batch is None or batch < 1:
         raise InvalidSplitError(
             f"global_batch_size is {global_batch_size!r}: expected an integer of at least 1, "
             "the samples behind one optimizer step."
         )
-    if not _is_int(accumulation_steps) or not 1 <= accumulation_steps <= global_batch_size:
+    if steps is None or not 1 <= steps <= batch:
         raise InvalidSplitError(
             f"accumulation_steps is {accumulation_steps!r}: expected an integer from 1 to "
-            f"global_batch_size={global_batch_size}, so that no micro-batch is empty."
+            f"global_batch_size={batch}, so that no micro-batch is empty."
         )
+    return batch, steps

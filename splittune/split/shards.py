@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
+from splittune.checks import as_int
 from splittune.errors import InvalidSplitError
 
 
@@ -223,7 +223,5 @@ def checked_shares(
 
 def _as_count(value: object) -> int | None:
     """`value` as an int of at least 0; None where it is none, as True and 2.0 are not."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
-    count = operator.index(value)
-    return count if count >= 0 else None
+    count = as_int(value)
+    return count if count is not None and count >= 0 else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import comb
 from typing import Literal, get_args
 
+from splittune.checks import as_int
 from splittune.errors import InvalidSplitError
 from splittune.split.batch_split import BatchSplit
 from splittune.split.shards import shards_with_gpu0
@@ -30,7 +31,7 @@ class SplitSpace:
         max_accumulation_steps: None for no limit.
 
     Raises:
-        InvalidSplitError: a bound is out of range, or no split is left.
+        InvalidSplitError: a bound is no integer or out of range, or no split is left.
     """
 
     global_batch_size: int
@@ -40,23 +41,28 @@ class SplitSpace:
     max_accumulation_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1:
-            raise InvalidSplitError(f"num_devices is {self.num_devices}: expected at least 1.")
+        self._check_bound("num_devices", at_least=1)
         if self.shares not in get_args(Shares):
             raise InvalidSplitError(f"shares is {self.shares!r}: expected one of {get_args(Shares)}.")
-        if self.min_shard_size < 0:
-            raise InvalidSplitError(f"min_shard_size is {self.min_shard_size}: expected at least 0.")
-        if self.max_accumulation_steps is not None and self.max_accumulation_steps < 1:
-            raise InvalidSplitError(f"max_accumulation_steps is {self.max_accumulation_steps}: expected at least 1.")
-        BatchSplit.even(  # checks the global batch with the same words
+        self._check_bound("min_shard_size", at_least=0)
+        if self.max_accumulation_steps is not None:
+            self._check_bound("max_accumulation_steps", at_least=1)
+        even = BatchSplit.even(  # checks the global batch with the same words
             global_batch_size=self.global_batch_size, accumulation_steps=1, num_devices=self.num_devices
         )
+        object.__setattr__(self, "global_batch_size", even.global_batch_size)
         if self.num_devices * self.min_shard_size > self.global_batch_size:
             raise InvalidSplitError(
                 f"{self.num_devices} devices x min_shard_size {self.min_shard_size} = "
                 f"{self.num_devices * self.min_shard_size} samples, more than the global batch of "
                 f"{self.global_batch_size}. Lower min_shard_size or use fewer devices."
             )
+
+    def _check_bound(self, name: str, *, at_least: int) -> None:
+        bound = as_int(getattr(self, name))
+        if bound is None or bound < at_least:
+            raise InvalidSplitError(f"{name} is {getattr(self, name)!r}: expected an integer of at least {at_least}.")
+        object.__setattr__(self, name, bound)
 
     def __iter__(self) -> Iterator[BatchSplit]:
         for accumulation_steps in self._accumulation_steps():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from splittune.checks import as_int
 from splittune.errors import ConfigError
 from splittune.hardware import Hardware
 from splittune.parallel.base import SplitModule
@@ -265,11 +266,13 @@ class TrainingTask:
             if function is not None and not callable(function):
                 raise ConfigError(f"{name} is {function!r}: expected a function, such as torch.nn.functional.mse_loss.")
         size: object = self.global_batch_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        number = as_int(size)
+        if size is not None and (number is None or number < 1):
             raise ConfigError(
                 f"global_batch_size is {size!r}: expected an integer of at least 1, the samples behind one optimizer step. "
                 "Leave it out for the loader's batch size."
             )
+        self.global_batch_size = number
         self._check_grad_scaler()
         self._check_other_state()
         dtype: object = self.autocast_dtype

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from splittune.checks import check_int
+from splittune.checks import checked_int
 from splittune.config import SplitConfig
 from splittune.errors import ConfigError
 from splittune.hardware import Hardware
@@ -75,7 +75,7 @@ def verify(
             devices), or the job cannot be used.
         DeviceError: the devices cannot be had.
     """
-    check_int("num_steps", num_steps, at_least=1)
+    num_steps = checked_int("num_steps", num_steps, at_least=1)
     hardware = config.resolve(devices, hardware)
     callback = SilentCallback() if callback is None else callback
     runner = InProcessRunner(task, hardware)

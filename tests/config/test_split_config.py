@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -239,6 +240,16 @@ def test_what_is_saved_is_loaded_equal(saved: SplitConfig, tmp_path_factory: pyt
     assert loaded == saved
     loaded.save(path)
     assert path.read_bytes() == first
+
+
+def test_numpys_integers_are_saved_as_integers(tmp_path: Path) -> None:
+    """Whatever kind of integer a field was given, the config is equal to one of plain integers, and so is its file."""
+    given, plain = (
+        config(seed=kind(3), eval_batch_size=kind(96), min_headroom_bytes=tuple(map(kind, (4, 3, 2, 1))))
+        for kind in (np.int64, int)
+    )
+    assert given == plain
+    assert given.save(tmp_path / "given").read_text() == given.save(tmp_path / "plain").read_text()
 
 
 def test_the_file_is_json_for_people(tmp_path: Path) -> None:

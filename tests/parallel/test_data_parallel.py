@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -171,6 +172,14 @@ def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exceptio
     """What is wrong, and what was expected, is said when the wrapper is made."""
     with pytest.raises(error, match=re.escape(message)):
         BalancedDataParallel(**{"module": nn.Linear(1, 1), "device_ids": ["cpu", "cpu"]} | options)
+
+
+def test_numpys_integers_are_integers() -> None:
+    """Shares out of an array are taken, as plain integers."""
+    for options in ({"gpu0_bsz": np.int64(1)}, {"shard_sizes": np.array([1, 2])}):
+        wrapped = BalancedDataParallel(module=nn.Linear(1, 1), device_ids=["cpu", "cpu"], **options)
+        assert wrapped(torch.ones(3, 1)).shape == (3, 1)
+        assert {type(size) for size in (wrapped.gpu0_bsz, *(wrapped.shard_sizes or ()))} <= {int, type(None)}
 
 
 def test_a_module_elsewhere_is_refused_by_name() -> None:

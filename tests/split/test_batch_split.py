@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,6 +145,12 @@ def test_a_split_is_a_value() -> None:
             id="no steps",
         ),
         pytest.param({"accumulation_steps": 11}, "accumulation_steps is 11: expected .* from 1 to .*=10", id="k > B"),
+        pytest.param(
+            {"global_batch_size": np.True_}, "global_batch_size is .*True.*: expected an integer", id="np.bool"
+        ),
+        pytest.param(
+            {"global_batch_size": np.float64(10)}, "global_batch_size is .*10.*: expected an", id="np.float64"
+        ),
         pytest.param({"accumulation_steps": 2.0}, r"accumulation_steps is 2\.0: expected an integer", id="float steps"),
         pytest.param({"shard_sizes": (5, -1)}, r"shard_sizes\[1\] is -1: expected an integer of at least 0", id="-1"),
         pytest.param({"shard_sizes": (1.0, 3)}, r"shard_sizes\[0\] is 1\.0: expected an integer", id="float shard"),
@@ -154,6 +163,19 @@ def test_broken_arithmetic_is_refused(fields: dict[str, Any], message: str) -> N
     legal: dict[str, Any] = {"global_batch_size": 10, "accumulation_steps": 3, "shard_sizes": (1, 3)}
     with pytest.raises(InvalidSplitError, match=message):
         BatchSplit(**(legal | fields))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, np.array], ids=lambda kind: kind.__name__)
+def test_numpys_integers_are_integers(kind: Callable[[int], Any]) -> None:
+    """What an array's arithmetic gives is taken, and kept as plain integers, which JSON and hashes know."""
+    split = BatchSplit(global_batch_size=10, accumulation_steps=3, shard_sizes=(1, 3))
+    given = BatchSplit(global_batch_size=kind(10), accumulation_steps=kind(3), shard_sizes=(kind(1), kind(3)))
+    assert given == split
+    assert hash(given) == hash(split)
+    assert {type(size) for size in (given.global_batch_size, given.accumulation_steps, *given.shard_sizes)} == {int}
+    options = {"global_batch_size": kind(10), "accumulation_steps": kind(3), "num_devices": kind(2)}
+    assert BatchSplit.with_gpu0(**options, gpu0_bsz=kind(1)) == split
+    assert json.dumps(BatchSplit.even(**options).micro_batch_sizes) == "[4, 3, 3]"
 
 
 def test_a_wrong_sum_is_refused_with_both_sides_of_the_arithmetic() -> None:

@@ -6,6 +6,7 @@ from itertools import islice, product
 from math import comb
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,14 +153,24 @@ def test_strangers_are_not_in_the_space(stranger: object) -> None:
     assert stranger not in space
 
 
+def test_numpys_integers_are_integers() -> None:
+    """Bounds out of an array are taken, and kept as plain integers."""
+    bounds = {"global_batch_size": 8, "num_devices": 2, "min_shard_size": 1, "max_accumulation_steps": 4}
+    space = SplitSpace(**{name: np.int64(bound) for name, bound in bounds.items()})
+    assert space == SplitSpace(**bounds)
+    assert {type(getattr(space, name)) for name in bounds} == {int}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"num_devices": 2.0}, r"num_devices is 2\.0: expected an integer of at least 1\."),
+        ({"max_accumulation_steps": True}, r"max_accumulation_steps is True: expected an integer of at least 1\."),
         ({"global_batch_size": 0}, "global_batch_size is 0: expected an integer of at least 1"),
-        ({"num_devices": 0}, r"num_devices is 0: expected at least 1\."),
+        ({"num_devices": 0}, r"num_devices is 0: expected an integer of at least 1\."),
         ({"shares": "even"}, r"shares is 'even': expected one of \('gpu0', 'each'\)\."),
-        ({"min_shard_size": -1}, r"min_shard_size is -1: expected at least 0\."),
-        ({"max_accumulation_steps": 0}, r"max_accumulation_steps is 0: expected at least 1\."),
+        ({"min_shard_size": -1}, r"min_shard_size is -1: expected an integer of at least 0\."),
+        ({"max_accumulation_steps": 0}, r"max_accumulation_steps is 0: expected an integer of at least 1\."),
         (
             {"min_shard_size": 5},
             r"2 devices x min_shard_size 5 = 10 samples, more than the global batch of 8\. Lower min_shard_size or",

@@ -40,6 +40,7 @@ from splittune import (
     verify,
 )
 from splittune.hardware import CudaHardware, Device, DeviceMemory, Hardware, is_out_of_memory, resolve_hardware
+from splittune.parallel.base import SplitModule
 from splittune.search import GuidedSampler, SearchResult, Trial, find_best_split, report, suggest_split
 
 model = nn.Linear(4, 1)
@@ -56,7 +57,7 @@ def the_loop_of_the_readme() -> None:
     assert_type(result, TuneResult)
     assert_type(result.save("runs/split"), Path)
     wrapped = result.config.wrap(model)
-    assert_type(wrapped, BalancedDataParallel)
+    assert_type(wrapped, SplitModule)
     optimizer = torch.optim.AdamW(wrapped.parameters())
     for batch in loader:
         for micro in result.config.micro_batches(batch, wrapped):

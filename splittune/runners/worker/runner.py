@@ -6,12 +6,14 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from splittune.checks import as_int, checked_int
 from splittune.errors import ConfigError, WorkerError
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
 from splittune.runners.base import JobFacts
@@ -67,12 +69,14 @@ class WorkerRunner:
             )
         for name, limit_s in (("trial_timeout_s", trial_timeout_s), ("start_timeout_s", start_timeout_s)):
             given: object = limit_s
-            if not (isinstance(given, int | float) and given > 0):
+            if not (isinstance(given, Real) and float(given) > 0):
                 raise ConfigError(f"{name} is {limit_s!r}: expected seconds above 0.")
         self._order: dict[str, Any] = {
             "job": _recipe_of(job),
             "devices": devices if devices is None or isinstance(devices, str) else [_plain(one) for one in devices],
-            "global_batch_size": global_batch_size,
+            "global_batch_size": global_batch_size
+            if global_batch_size is None
+            else checked_int("global_batch_size", global_batch_size, at_least=1),
         }
         self._trial_timeout_s, self._start_timeout_s = trial_timeout_s, start_timeout_s
         # a fresh worker starts where the first one did
@@ -212,7 +216,8 @@ def _described(given: object) -> str:
 
 
 def _plain(device: str | int | torch.device) -> str | int:
-    return str(device) if isinstance(device, torch.device) else device
+    index = as_int(device)
+    return index if index is not None else str(device)
 
 
 class WorkerProfiler:
