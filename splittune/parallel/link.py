@@ -27,7 +27,7 @@ class Link(Protocol):
     devices overlap."""
 
     def adopt(self, wrapper: nn.Module) -> None:
-        """`wrapper`, new or a copy, runs over this link from now on; its tensors live at place 0."""
+        """`wrapper`, new or a copy, runs over this link now; its tensors live at place 0."""
         ...
 
     def place(self, position: int) -> Any:

@@ -158,7 +158,7 @@ class WindowEngine:
         return copies
 
     def watch(self, output: Any, copies: ReplicaCopies) -> None:
-        """Have the backward through `output` end with the gradients home, or kept for the window."""
+        """Have the backward through `output` end with the gradients home, or kept for later."""
         for _, tensor in tensors_of(output):
             if tensor.requires_grad:
                 # It holds the copies, so that they live as long as the graph that leaves gradients
