@@ -20,7 +20,10 @@ GATHERED = pytest.StashKey[Gathered]()
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """After every trial garbage is collected: all that was imported before the first test is not looked at each time."""
+    """After every trial garbage is collected: all that was imported before the first test is not looked at each time.
+
+    Nor does `gc.get_referrers` see it.
+    """
     gc.collect()
     gc.freeze()
     yield
