@@ -5,6 +5,8 @@ WORKERS ?= 2
 ARGS    ?=
 
 VENV := .venv
+# The releases to install; `make` takes torch's from a file, so that everyone sees the same numbers.
+CONSTRAINTS := constraints.txt
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -12,17 +14,30 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check format notebooks clean
+.PHONY: help demo test quick test-lowest test-gpu check format notebooks clean
 
 help:  ## list the targets
 	@echo "make TARGET [PYTHON=python3.12] [WORKERS=4] [ARGS='more arguments for the command']"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.stamp-run  ## tune a small GPT on virtual GPUs: no GPU needed
 	@$(BIN)/splittune demo $(ARGS)
 
 test: $(VENV)/.stamp-dev  ## the test suite, which needs no GPU
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
+
+quick: $(VENV)/.stamp-dev  ## the tests that take no time, for a first look: under a minute
+	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu' $(ARGS)
+
+# The oldest Python, and of every dependency the lowest release that pyproject.toml admits, in an environment of its own.
+LOWEST := .venv-lowest
+LOWEST_PYTHON ?= python3.10
+
+test-lowest:  ## the suite with the oldest Python and dependencies
+	@$(MAKE) --no-print-directory test VENV=$(LOWEST) CONSTRAINTS=$(LOWEST)/lowest.txt PYTHON=$(LOWEST_PYTHON)
+
+$(LOWEST)/lowest.txt: $(LOWEST)/.stamp-python pyproject.toml
+	@grep -oE '"[a-z-]+>=[0-9.]+"' pyproject.toml | tr -d '"' | sed 's/>=/==/' > $@
 
 test-gpu: $(VENV)/.stamp-dev  ## the tests that need CUDA devices
 	$(PYTEST) -m gpu $(ARGS)
@@ -41,17 +56,17 @@ notebooks: $(VENV)/.stamp-dev  ## run the notebooks and keep their output
 	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
 
 clean:  ## remove .venv, caches and build output; runs/ stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find splittune benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.stamp-run: $(VENV)/.stamp-python pyproject.toml constraints.txt
+$(VENV)/.stamp-run: $(VENV)/.stamp-python pyproject.toml $(CONSTRAINTS)
 	@echo "setting up $(VENV): a few minutes the first time, most of them for torch"
-	@$(PIP) install --editable . --constraint constraints.txt
+	@$(PIP) install --editable . --constraint $(CONSTRAINTS)
 	@touch $@
 
-$(VENV)/.stamp-dev: $(VENV)/.stamp-python pyproject.toml constraints.txt
+$(VENV)/.stamp-dev: $(VENV)/.stamp-python pyproject.toml $(CONSTRAINTS)
 	@echo "setting up $(VENV) for development: a few minutes the first time, most of them for torch"
-	@$(PIP) install --editable '.[dev]' --constraint constraints.txt
+	@$(PIP) install --editable '.[dev]' --constraint $(CONSTRAINTS)
 	@touch $(VENV)/.stamp-run $@
 
 # A .venv that is there is kept if it works; one that is broken or too old is made anew.
