@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from splittune import SplitConfig
 from splittune.cli.tune import names_cuda_devices
 from splittune.report.progress import HEADER
 from tests.cli.command_line import CARDS, Run, trials_in
+from tests.processes import DEADLINE_S, wait_until
 
 TRIAL_LINE = re.compile(r" +\d+  \d+ x \(")
 
@@ -158,11 +158,9 @@ def test_an_interrupt_signal_ends_the_program(run: Run, tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     ) as program:
-        end = time.monotonic() + 60
-        while not (tmp_path / "reached").exists() and program.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_until(lambda: (tmp_path / "reached").exists() or program.poll() is not None)
         program.send_signal(signal.SIGINT)
-        output, _ = program.communicate(timeout=60)
+        output, _ = program.communicate(timeout=DEADLINE_S)
     assert program.returncode == 130, output
     assert "Traceback" not in output
     lines = [line for line in output.splitlines() if TRIAL_LINE.match(line)]
