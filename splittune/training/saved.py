@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from operator import is_
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -51,18 +50,14 @@ def _entries_of(container: dict[Any, Any] | list[Any] | deque[Any]) -> list[Any]
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
 
 
-def _is_plain(value: object) -> bool:
-    """An object with attributes of its own, a config say, that is no code and is not kept otherwise."""
-    return hasattr(value, "__dict__") and not isinstance(value, nn.Module | Tensor | type | ModuleType)
-
-
 class SavedModule:
     """The attributes of a module, train or eval mode among them, its tensors and modules by name; its hooks."""
 
     def __init__(self, module: nn.Module) -> None:
-        # Among the objects it holds is its config, which a first forward may complete
-        held = [value for value in vars(module).values() if _is_plain(value)]
-        self.attributes = [SavedAttributes(owner) for owner in (module, *held)]
+        # A first forward may complete the config, as transformers' classifiers do with the kind of
+        # labels. Other objects that a module holds are its user's, and keep what happened to them.
+        config = vars(module).get("config")
+        self.attributes = [SavedAttributes(owner) for owner in (module, config) if not isinstance(owner, type)]
         named: tuple[Any, ...] = (
             *(module._parameters, module._buffers, module._modules),
             *hook_tables_of(module).values(),

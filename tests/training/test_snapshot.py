@@ -238,15 +238,26 @@ def test_hooks_are_those_that_were_there() -> None:
 
 
 def test_a_config_that_a_first_forward_completes_is_as_it_was() -> None:
-    """What a module's own object notes of a trial is forgotten: of the labels' kind, say."""
+    """What a module's config notes of a trial is forgotten: of the labels' kind, say."""
     model, _, loader = job()
-    model.settings = SimpleNamespace(kind=None, layers=[1, 2])
-    layers = model.settings.layers
+    model.config = SimpleNamespace(kind=None, layers=[1, 2])
+    model.first.config = SimpleNamespace  # a class is nobody's to put back
+    layers = model.config.layers
     snapshot = Snapshot(model, None, loader)
-    model.settings.kind, model.settings.layers, model.settings.late = "classes", [3], True
+    model.config.kind, model.config.layers, model.config.late = "classes", [3], True
     restore(snapshot)
-    assert vars(model.settings) == {"kind": None, "layers": [1, 2]}
-    assert model.settings.layers is layers
+    assert vars(model.config) == {"kind": None, "layers": [1, 2]}
+    assert model.config.layers is layers
+
+
+def test_what_a_user_hangs_on_a_module_keeps_what_happened() -> None:
+    """A counter or a logger of the user's own is no state of the job: it tells of the trial afterwards."""
+    model, _, loader = job()
+    model.seen = SimpleNamespace(batches=0)
+    snapshot = Snapshot(model, None, loader)
+    model.seen.batches = 3
+    restore(snapshot)
+    assert model.seen.batches == 3
 
 
 def test_a_sparse_gradient_comes_back() -> None:
