@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 from splittune.search.policies.probe_feasibility import ProbeFeasibility
+from tests.search.jobs import AFFINE
 from tests.search.policies.story import best_of, of_kind, search, state_after
-from tests.search.problem import CardTime, Job, card_memory, job
+from tests.search.problem import CardTime, card_memory, job
 
-
-def promising() -> Job:
-    """Launches cost much, so that few and large micro-batches are fast; how much memory outputs take on GPU 0 is not known at first."""
-    memories = [card_memory(is_first=True, sample=40, output=10, total=6000), *[card_memory(sample=40, total=4000)] * 3]
-    return job(memories, B=400, times=[CardTime(launch_s=0.080, sample_s=0.001)] * 4)
+promising = AFFINE["one sample fills a card"]
 
 
 def test_a_promising_split_that_may_not_fit_is_approached() -> None:
@@ -16,8 +13,19 @@ def test_a_promising_split_that_may_not_fit_is_approached() -> None:
     problem = promising()
     proposals, trials = search(problem)
     assert of_kind("probe feasibility", proposals)
+    assert of_kind("improve", proposals)
     assert problem.num_oom == 0
     assert best_of(problem, trials) >= 0.98
+
+
+def test_no_promising_split_runs_out_of_memory() -> None:
+    """Costly launches make few and large micro-batches fast, and outputs fill GPU 0: the best is reached, nothing runs out."""
+    memories = [card_memory(is_first=True, sample=40, output=10, total=6000), *[card_memory(sample=40, total=4000)] * 3]
+    problem = job(memories, B=400, times=[CardTime(launch_s=0.080, sample_s=0.001)] * 4)
+    proposals, trials = search(problem)
+    assert problem.num_oom == 0
+    assert best_of(problem, trials) >= 0.98
+    assert any(one.kind not in ("start", "baseline") for one in proposals)
 
 
 def test_no_probe_is_made_where_it_could_gain_too_little() -> None:

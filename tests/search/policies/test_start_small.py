@@ -5,7 +5,7 @@ from dataclasses import replace
 from splittune.search.policies.proposer import Proposer
 from splittune.search.policies.start_small import StartSmall
 from tests.search.policies.story import state_after
-from tests.search.problem import even, job, split
+from tests.search.problem import even, job
 
 
 def test_begins_with_the_smallest_even_split() -> None:
@@ -19,7 +19,7 @@ def test_the_least_share_demanded_is_the_smallest() -> None:
     """With `min_shard_size` 3 the first trial has 3 samples for each card."""
     proposal = Proposer(replace(job(4, B=64).space(), min_shard_size=3), (0,) * 4).propose([])
     assert proposal is not None
-    assert (proposal.split, proposal.kind) == (split(64, 5, 4, 3, 3, 3), "start")
+    assert (proposal.split, proposal.kind) == (even(64, 5, 4), "start")
 
 
 def test_it_wants_only_the_first_trial() -> None:
