@@ -13,6 +13,7 @@ from splittune.errors import ConfigError
 from splittune.profiling.measurement import LossPlacement
 from splittune.runners.base import DeviceView, JobFacts
 from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES
+from splittune.search.headroom import headroom_demands
 from splittune.split import SplitSpace
 from splittune.split.space import Shares
 
@@ -130,11 +131,4 @@ def headroom_for(cards: DeviceView, min_headroom_bytes: int | Sequence[int] | No
     if min_headroom_bytes is None:
         with cards.metered():
             return tuple(int(HEADROOM_FRACTION * (m.total_bytes - m.outside_bytes)) for m in cards.memory())
-    num_devices = len(cards.devices)
-    demands = min_headroom_bytes if isinstance(min_headroom_bytes, Sequence) else [min_headroom_bytes] * num_devices
-    if len(demands) != num_devices:
-        raise ConfigError(
-            f"min_headroom_bytes has {len(demands)} numbers for {num_devices} devices: give one for each device, or a "
-            "single number for all."
-        )
-    return tuple(checked_int("min_headroom_bytes", demand, at_least=0) for demand in demands)
+    return headroom_demands(min_headroom_bytes, len(cards.devices))

@@ -16,6 +16,7 @@ from splittune.report.diagnosis import Diagnosis, diagnose
 from splittune.report.explain import paragraph_of, risks_of
 from splittune.report.tables import devices_table, save_csv, trials_table
 from splittune.search import Trial
+from splittune.search.result import speedup_over
 
 CONFIG_FILE = "split.json"
 TRIALS_FILE = "trials.csv"
@@ -51,9 +52,7 @@ class TuneResult:
 
         Worked: 300 over 240 is 1.25.
         """
-        if self.baseline is None or self.baseline.throughput is None or self.best.throughput is None:
-            return None
-        return self.best.throughput / self.baseline.throughput
+        return speedup_over(self.baseline, self.best)
 
     @property
     def diagnosis(self) -> Diagnosis:

@@ -1,4 +1,4 @@
-"""A measured split as the search judges it: whether it fits, which devices lacked memory, what that rules out."""
+"""A trial as the search judges it: does it fit, which devices lacked memory, what is ruled out?"""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from splittune.split import BatchSplit
 
 # How a message names a device by its index within the job. `DeviceMemory.describe_lack` begins with
-# "device 1:". torch's account of an error in a replica gives the replica's place in the list of devices.
-# The "GPU 1" and "device 1" inside torch's own texts count torch's devices, and are not read.
+# "device 1:". torch's account of an error in a replica gives the replica's place in the list of
+# devices. The "GPU 1" and "device 1" inside torch's own texts count torch's devices, and are not
+# read.
 _NAMED_DEVICE = re.compile(r"^device (\d+):|^Caught OutOfMemoryError in replica (\d+)\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A measurement, judged by the headroom demanded, and the devices known to have lacked memory."""
+    """A measurement, judged by the headroom demanded, and the devices that lacked memory."""
 
     measurement: Measurement
     lacking: frozenset[int] = field(default_factory=frozenset)
-    """Empty where the split fitted, and where it ran out of memory on a device that nobody names."""
+    """Empty where the split fitted, and where it ran out of memory on a device that nobody
+    names."""
 
     @property
     def split(self) -> BatchSplit:
@@ -48,7 +50,7 @@ class Attempt:
 
     @property
     def throughput(self) -> float:
-        """Samples per second of a split that fits; 0 of one that does not, which is never the best."""
+        """Samples per second of a split that fits; 0 of one that does not, never the best."""
         throughput = self.measurement.throughput
         return throughput if self.fits and throughput is not None else 0.0
 
@@ -64,17 +66,19 @@ class Attempt:
         return frozenset({0 if tightest is None else tightest.device})
 
     def rules_out(self, split: BatchSplit) -> bool:
-        """Whether `split` must lack memory because this one did; `rules_out_each` says when that is."""
+        """Whether `split` must lack memory because this one did, see `rules_out_each`."""
         steps, shards = np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float)
         return bool(self.rules_out_each(steps, shards)[0])
 
     def rules_out_each(self, steps: FloatArray, shards: FloatArray) -> BoolArray:
-        """(N,) which splits must lack memory because this one did: `steps` is (N,), `shards` (N, n).
+        """(N,) which splits must lack memory because this one did.
 
-        A split is ruled out if a device known to have lacked memory gets as many samples or more, see
-        `largest_open_shards`. Where no such device is known, every shard must be at least as large.
-        Example: GPU 0 lacked memory with shards (8, 8) in 2 steps. That rules out (9, 7). It rules out
-        neither (7, 9) nor, in 1 step, (8, 24).
+        `steps` is (N,), `shards` (N, n).
+
+        A split is ruled out if a device known to have lacked memory gets as many samples or more,
+        see `largest_open_shards`. Where no such device is known, every shard must be at least as
+        large. Example: GPU 0 lacked memory with shards (8, 8) in 2 steps. That rules out (9, 7). It
+        rules out neither (7, 9) nor, in 1 step, (8, 24).
         """
         if not self.lacks_memory:
             return np.zeros(len(steps), dtype=bool)
@@ -87,9 +91,9 @@ class Attempt:
     def largest_open_shards(self, steps: FloatArray, micro_batches: FloatArray) -> FloatArray:
         """(N, n) the largest shard of each device that this failure leaves open.
 
-        `steps` and `micro_batches` are (N,). Infinite where the failure says nothing of a device; -1
-        where a device lacked memory without any sample. Example: GPU 0 lacked memory with shards (8, 8)
-        in 2 steps. In 2 steps of 16 samples that leaves (7, inf).
+        `steps` and `micro_batches` are (N,). Infinite where the failure says nothing of a device;
+        -1 where a device lacked memory without any sample. Example: GPU 0 lacked memory with shards
+        (8, 8) in 2 steps. In 2 steps of 16 samples that leaves (7, inf).
         """
         largest = np.full((len(steps), self.split.num_devices), np.inf)
         holds = self._holds_for(steps, micro_batches)
@@ -100,8 +104,9 @@ class Attempt:
     def _holds_for(self, steps: FloatArray, micro_batches: FloatArray) -> BoolArray:
         """(N,) where a device needs as much memory as here, or more, for the same shard.
 
-        GPU 0 gathers the outputs of the whole micro-batch, so a smaller one may fit. Accumulation costs
-        one more copy of the gradients, so a failure with several steps says nothing of a single step.
+        GPU 0 gathers the outputs of the whole micro-batch, so a smaller one may fit. Accumulation
+        costs one more copy of the gradients, so a failure with several steps says nothing of a
+        single step.
         """
         failed = self.split
         is_as_large = micro_batches >= failed.micro_batch_size
@@ -109,7 +114,7 @@ class Attempt:
 
 
 def lacking_devices(measurement: Measurement, min_headroom_bytes: Sequence[int]) -> frozenset[int]:
-    """The devices this measurement shows to lack memory, by their readings or by name in its message.
+    """The devices that lack memory, by their readings or by name in the message.
 
     `min_headroom_bytes` holds one demand for each device.
     """
@@ -136,6 +141,6 @@ def best_trial(trials: Iterable[Attempt]) -> Attempt | None:
 
 
 def rank(measurement: Measurement) -> tuple[float, float]:
-    """Sorts measurements that fit from best to worst: faster first, then more headroom where it is least."""
+    """Sorts measurements that fit: faster first, then more headroom where it is least."""
     tightest = min((memory.headroom_bytes for memory in measurement.memory), default=float("-inf"))
     return -(measurement.throughput or 0.0), -tightest

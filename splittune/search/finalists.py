@@ -1,4 +1,4 @@
-"""The last word: the baseline and the fastest splits are measured once more, and the best of those wins."""
+"""The last word: the baseline and the fastest splits are measured again, and the best wins."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from splittune.search.attempts import Attempt, rank
 if TYPE_CHECKING:
     from splittune.split import BatchSplit
 
+# How many of the fastest are measured once more. A choice. More cost trials; fewer let one lucky
+# trial win.
 NUM_FINALISTS = 3
-# Two splits are too close to call within so many standard errors of their difference.
+# Two splits are too close to call within so many standard errors of their difference. A choice, the
+# usual 95 %. Larger: more splits are measured twice, and headroom decides more often.
 TOO_CLOSE = 2.0
-# A split at which the allocator had to free memory and try again is one fragment away from failing: worth this much speed.
+# A split at which the allocator had to free memory and try again is one fragment away from failing.
+# Another wins if it lacks at most this part of the speed. A choice.
 EDGE_PRICE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmed:
-    """The winner among the confirmed splits, None where none fitted again, and the baseline as confirmed."""
+    """What was measured once more, and won."""
 
     best: Measurement | None
+    """None where no split fitted again."""
     baseline: Measurement | None
+    """None where no even split fitted again."""
 
 
 def confirm_finalists(
@@ -37,12 +43,16 @@ def confirm_finalists(
 ) -> Confirmed:
     """Measure the finalists among `attempts` once more, by `measure_again(split, reason, turn)`.
 
-    The baseline comes first; one that does not fit again gives way to the measured even split with the next more
-    steps. Then the fastest splits in turn until `NUM_FINALISTS` of them fitted again, the baseline among them if it is
-    that fast. Those within the noise of the fastest are measured a second time in the opposite order, so that a drift of
-    the clocks falls on all alike, and both count. The fastest wins; of those still within the noise of it, and no slower
-    than the baseline, the one with most headroom, then the one that was faster before. A split at which the allocator
-    had to retry gives way to one that is close.
+    1. The baseline. One that does not fit again gives way to the measured even split with the next
+       more steps.
+    2. The fastest splits in turn, until `NUM_FINALISTS` of them fitted again, the baseline among
+       them if it is that fast.
+    3. Those within the noise of the fastest, a second time in the opposite order: a drift of the
+       clocks then falls on all alike. Both measurements count.
+
+    The fastest wins. Of those within the noise of it and no slower than the baseline, the one with
+    most headroom wins, then the one that was faster before. A split at which the allocator had to
+    retry gives way to one that is close.
     """
     fitting = sorted((attempt.measurement for attempt in attempts if attempt.fits), key=rank)
     fits = {measurement.split for measurement in fitting}
@@ -78,7 +88,7 @@ def confirm_finalists(
 
 
 def _off_the_edge(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Without those in which the allocator had to retry, as long as another is close to the fastest."""
+    """Without those in which the allocator retried, as long as another is close to the fastest."""
     fastest = max((m.throughput or 0.0 for m in measurements), default=0.0)
     safe = [m for m in measurements if not m.is_on_the_edge]
     is_close = any((m.throughput or 0.0) >= (1 - EDGE_PRICE) * fastest for m in safe)
@@ -100,7 +110,10 @@ def _is_close(one: Measurement, fastest: Measurement) -> bool:
 
 
 def _together(first: Measurement, second: Measurement) -> Measurement:
-    """Both measurements of one split as one: all times, the larger peaks; the second alone where it did not fit."""
+    """Both measurements of one split as one: all times, the larger peaks.
+
+    The second alone where it did not fit.
+    """
     if second.outcome is not Outcome.OK:
         return second
     return replace(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def no_feasible_split(
     trials: Sequence[Trial], stopped: Stopped, min_headroom_bytes: Sequence[int]
 ) -> NoFeasibleSplitError:
-    """The error for a search without a winner: what was tried, what the smallest split lacked, what to do."""
+    """The error for a search without a winner: what was tried, what it lacked, what to do."""
     searched = [trial.measurement for trial in trials if trial.kind == "search"]
     confirmed = [trial.measurement for trial in trials if trial.kind == "confirm"]
     if confirmed:
@@ -27,15 +27,16 @@ def no_feasible_split(
         )
     if searched and all(measurement.outcome is Outcome.CRASHED for measurement in searched):
         return NoFeasibleSplitError(
-            f"{_count(len(searched), 'split')} measured, and every one crashed. {_smallest(searched, min_headroom_bytes)} "
-            "This is no lack of memory: run one training step by hand to see the error."
+            f"{_count(len(searched), 'split')} measured, and every one crashed. "
+            f"{_smallest(searched, min_headroom_bytes)} This is no lack of memory: run one training step "
+            "by hand to see the error."
         )
     tried = _smallest(searched, min_headroom_bytes) if searched else "Nothing was measured."
     if stopped == "space exhausted":
         return NoFeasibleSplitError(
-            f"no split fits: {_count(len(searched), 'split')} measured, and these failures rule out every other. {tried} "
-            "Use a smaller model or shorter samples, activation checkpointing, lower precision, or devices with more "
-            "free memory."
+            f"no split fits: {_count(len(searched), 'split')} measured, and these failures rule out every other. "
+            f"{tried} Use a smaller model or shorter samples, activation checkpointing, lower precision, or devices "
+            "with more free memory."
         )
     limit = f"{_count(len(searched), 'trial')} (max_trials)" if stopped == "max_trials" else "the time (timeout_s)"
     return NoFeasibleSplitError(

@@ -16,8 +16,8 @@ Stopped = Literal["converged", "max_trials", "timeout", "space exhausted"]
 class Trial:
     """One measured split.
 
-    Two runs of the same search are equal trial by trial: what the wall clock or an interruption decides
-    (`elapsed_s`, `is_resumed`) does not take part in comparisons.
+    Two runs of the same search are equal trial by trial: what the wall clock or an interruption
+    decides (`elapsed_s`, `is_resumed`) does not take part in comparisons.
     """
 
     number: int
@@ -37,8 +37,8 @@ class Trial:
 class SearchResult:
     """The winner, what it is compared with, and everything measured on the way.
 
-    `best` and `baseline` are confirmations: measured once more after the search, alike and in a row. `best` is the
-    fastest of the confirmed splits, so it is never slower than `baseline`.
+    `best` and `baseline` are confirmations: measured once more after the search, alike and in a
+    row. `best` is the fastest of the confirmed splits, so it is never slower than `baseline`.
     """
 
     best: Measurement
@@ -46,14 +46,20 @@ class SearchResult:
     """The even split at the fewest accumulation steps that fitted; None where no even split did."""
     trials: tuple[Trial, ...]
     stopped: Stopped
-    """Why the search ended. "converged": no other split is expected to be faster. "space exhausted": every split is
-    measured or ruled out by a failure."""
+    """Why the search ended. "converged": no other split is expected to be faster. "space
+    exhausted": every split is measured or ruled out by a failure."""
     warnings: tuple[str, ...] = ()
-    """What the models of memory and time could not explain, in sentences; empty where they fitted."""
+    """What the models of memory and time could not explain, in sentences; empty where they
+    fitted."""
 
     @property
     def speedup(self) -> float | None:
         """Best over baseline in samples/s, at least 1; None without a baseline."""
-        if self.baseline is None or self.baseline.throughput is None or self.best.throughput is None:
-            return None
-        return self.best.throughput / self.baseline.throughput
+        return speedup_over(self.baseline, self.best)
+
+
+def speedup_over(baseline: Measurement | None, best: Measurement) -> float | None:
+    """`best` over `baseline` in samples/s: 300 over 240 is 1.25; None where either is unknown."""
+    if baseline is None or baseline.throughput is None or best.throughput is None:
+        return None
+    return best.throughput / baseline.throughput

@@ -1,4 +1,4 @@
-"""The search itself: ask for a split, measure it, tell what happened; at the end confirm the best."""
+"""The search itself: ask for a split, measure it, tell the outcome; at the end confirm the best."""
 
 from __future__ import annotations
 
@@ -55,31 +55,36 @@ def find_best_split(
 ) -> SearchResult:
     """Find the split of `space` with the most samples/s among those that keep their headroom.
 
-    `sampler` chooses what to measure, the even splits among it that find the baseline: the one at the fewest
-    accumulation steps that fits. No split is searched twice, and none that a failure has ruled out is tried. At the end
-    the baseline and the best up to three are measured once more, those too close to call twice and in turn, and the
-    fastest of these is the winner; within the noise the one with more headroom.
+    `sampler` chooses what to measure. Even splits among it find the baseline: the one at the fewest
+    accumulation steps that fits. No split is searched twice. None is tried that a failure has ruled
+    out. At the end the baseline and up to three of the best are measured once more; those too close
+    to call are measured twice and in turn. The fastest of these wins; within the noise the one with
+    more headroom.
 
     Args:
         space: the legal splits.
-        measure: measures one split. A split that lacks memory or crashes is an `Outcome`, and the search goes on. Any
-            exception is the caller's own: it leaves unchanged, and so does KeyboardInterrupt. The trials finished
-            before that are in `storage`, and `on_trial` has been given each.
-        max_trials: splits to search at most, those read back from `storage` included. Confirmations, four at most
-            where all fit again, come on top.
-        timeout_s: seconds after which no further split is searched. The one being measured is finished, and the
-            finalists are confirmed.
-        storage: where trials are kept, so that a search that was stopped goes on: None is memory only; else a path
-            (.db, .sqlite, .sqlite3: SQLite; any other: an Optuna journal file) or an Optuna URL. One search at a time has a study.
+        measure: measures one split. A split that lacks memory or crashes is an `Outcome`, and the
+            search goes on. Any exception is the caller's own: it leaves unchanged, and so does
+            KeyboardInterrupt. The trials finished before that are in `storage`, and `on_trial` has
+            been given each.
+        max_trials: splits to search at most, those read back from `storage` included.
+            Confirmations, four at most where all fit again, come on top.
+        timeout_s: seconds after which no further split is searched. The one being measured is
+            finished, and the finalists are confirmed.
+        storage: where trials are kept, so that a search that was stopped goes on: None is memory
+            only; else a path (.db, .sqlite, .sqlite3: SQLite; any other: an Optuna journal file) or
+            an Optuna URL. One search at a time has a study.
         seed: for the samplers that draw, "random", "tpe" and "gp".
-        sampler: "guided" (the default), "tpe", "gp", "random", "grid", or an Optuna sampler. It sees the parameters
-            `accumulation_steps` and `gpu0_share`, or a share of every card; what a plain one proposes is moved to the
-            nearest split that is neither measured nor ruled out. "gp" sets torch to one thread.
-        min_headroom_bytes: what every device must keep free, or one number for each. Trials read back from `storage`
-            are judged by it anew.
+        sampler: "guided" (the default), "tpe", "gp", "random", "grid", or an Optuna sampler. It
+            sees the parameters `accumulation_steps` and `gpu0_share`, or a share of every device;
+            what a plain one proposes is moved to the nearest split that is neither measured nor
+            ruled out. "gp" sets torch to one thread.
+        min_headroom_bytes: what every device must keep free, or one number for each. Trials read
+            back from `storage` are judged by it anew.
         confirm: measures the finalists, where that should differ from `measure`: longer, say.
         on_trial: called with every finished trial, in order; those read back from `storage` first.
-        study_name: the study in `storage`. Each search, of one model on one set of devices, needs its own.
+        study_name: the study in `storage`. Each search, of one model on one set of devices, needs
+            its own.
         clock: seconds, for `timeout_s` and `Trial.elapsed_s`.
 
     Raises:
@@ -166,7 +171,7 @@ class _Search:
                 self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=False)
 
     def _confirm_one(self, confirm: Measure, split: BatchSplit, reason: str, round_of: str) -> Measurement:
-        """Confirmations belong to the state of the search they follow: when it goes on, all are measured anew."""
+        """Confirmations belong to the search as it was: when it goes on, all are measured anew."""
         key = f"confirm:{round_of}:{split.accumulation_steps}x{'+'.join(map(str, split.shard_sizes))}"
         stored = self.study.user_attrs.get(key)
         if stored is not None:

@@ -213,7 +213,7 @@ def foreign_samplers() -> dict[str, optuna.samplers.BaseSampler]:
 @pytest.mark.parametrize("name", ["random", "tpe", "grid", "qmc"])
 @pytest.mark.parametrize("total_mib", [100_000, (250, 100_000)], ids=["all fits", "GPU 0 is limited"])
 def test_any_optuna_sampler_works_to_the_last_split(name: str, total_mib: int | tuple[int, ...]) -> None:
-    """Optuna's own samplers are kept to new, hopeful splits, after the baseline, until none is left."""
+    """Optuna's own samplers are kept to new splits that may fit, after the baseline, until none is left."""
     problem = linear_job(B=6, num_devices=2, total_mib=total_mib)
     sampler = foreign_samplers()[name]
     result = find_best_split(problem.space(), problem.measure, max_trials=100, sampler=sampler)

@@ -16,21 +16,22 @@ from splittune.search.models.step_time import StepTimes
 
 # Samples that kernels work on together: on tensor cores sizes that 8 divides are the fast ones.
 TILE = 8
-# How much faster a split with full tiles may be than predicted, in logarithms of time, until a trial had
-# full tiles: no line through other sizes foresees them. Set on drawn problems. 0 tries no tile for its own
-# sake; a larger bonus tries one before the rest of what is promising.
+# How much faster a split with full tiles may be than predicted, in logarithms of time, until a
+# trial had full tiles: no line through other sizes foresees them. Set on drawn problems. 0 tries no
+# tile for its own sake; a larger bonus tries one before the rest of what is promising.
 TILE_BONUS = 0.2
-# A split that may turn out to keep too little headroom must be expected to gain this much, relative; else
-# the best of those that surely keep it is taken. A choice: below it the difference is noise.
+# A split that may turn out to keep too little headroom must be expected to gain this much,
+# relative; else the best of those that surely keep it is taken. A choice: below it the difference
+# is noise.
 MIN_UNSURE_GAIN = 0.003
 # Partial feasibility never reads as certain: a choice, any number just below 1 does.
 ALMOST_SURE = 0.999
-# Similarity in memory: a share's place in the micro-batch and the micro-batch's size weigh as much in
-# what a trial tells about GPU 0. A choice: the proportion decides which line the peak is on.
+# Similarity in memory: a share's place in the micro-batch and the micro-batch's size weigh as much
+# in what a trial tells about GPU 0. A choice: the proportion decides which line the peak is on.
 WEIGHT_OF_PROPORTION = 0.7
 WEIGHT_OF_SIZE = 0.3
-# A probe must be more similar to the wanted split than any trial so far by this much. A choice: it keeps
-# probes from repeating one another.
+# A probe must be more similar to the wanted split than any trial so far by this much. A choice: it
+# keeps probes from repeating one another.
 MIN_NEW_SIMILARITY = 0.1
 
 
@@ -59,12 +60,12 @@ class CandidateScores:
 
     @property
     def value(self) -> FloatArray:
-        """(N,) constrained expected improvement: gain times feasibility; 0 for what may run out of memory."""
+        """(N,) constrained expected improvement: gain x feasibility, 0 unless `cannot_oom`."""
         return np.asarray(self.gain * np.where(self.cannot_oom, self.feasibility, 0.0))
 
     @property
     def best_row(self) -> int:
-        """The row with the most `value`; with less than `MIN_UNSURE_GAIN` the best that keeps its headroom."""
+        """The row with the most `value`; below `MIN_UNSURE_GAIN` the best that surely fits."""
         value = self.value
         row = int(value.argmax())
         if self.feasibility[row] < 1 and value[row] < MIN_UNSURE_GAIN:
@@ -73,14 +74,14 @@ class CandidateScores:
 
 
 def expected_improvement(gains: FloatArray, deviations: FloatArray) -> FloatArray:
-    """(N,) mean of ``max(0, gain)`` where the gain is normal with these means and standard deviations."""
+    """(N,) mean of ``max(0, gain)`` where gains are normal with these means and deviations."""
     deviations = np.maximum(deviations, 1e-9)
     scaled = gains / deviations
     return np.asarray(gains * norm.cdf(scaled) + deviations * norm.pdf(scaled))
 
 
 def optimistic_gain(scores: CandidateScores, trials: Sequence[Attempt], deviations: float) -> FloatArray:
-    """(N,) upper confidence bound: the gain if a split is faster than predicted by so many deviations.
+    """(N,) upper confidence bound: the gain if a split is so many deviations faster than predicted.
 
     In logarithms of time. Full tiles add `TILE_BONUS` until a trial had them.
     """
@@ -92,7 +93,11 @@ def optimistic_gain(scores: CandidateScores, trials: Sequence[Attempt], deviatio
 
 
 def fills_tiles(shards: FloatArray) -> BoolArray:
-    """(N,) whether the largest shard fills its tiles: `TILE` samples, or for fewer the largest power of two."""
+    """(N,) whether the largest shard fills its tiles.
+
+    A tile has `TILE` samples. For fewer samples it is the largest power of two: 6 samples do not
+    fill tiles of 4, 4 do.
+    """
     largest = shards.max(axis=1).astype(int)
     tiles = np.minimum(TILE, 2 ** np.floor(np.log2(np.maximum(largest, 1))).astype(int))
     return np.asarray(largest % tiles == 0)
@@ -111,9 +116,10 @@ def joint_feasibility(needed: Interval, limits: FloatArray) -> FloatArray:
 def most_informative(
     table: SplitTable, wanted: FloatArray, unsure_devices: IntArray, rows: IntArray, trials: Sequence[Attempt]
 ) -> int | None:
-    """Of `rows` the one that tells most about the memory of the `unsure_devices` with the `wanted` shards (n,).
+    """The row that tells most about the memory of `unsure_devices` with the `wanted` shards (n,).
 
-    None where no row is more similar than some trial by `MIN_NEW_SIMILARITY`.
+    Of `rows`, indices into `table`. None where no row is more similar to what is wanted than the
+    most similar trial, by `MIN_NEW_SIMILARITY`.
     """
     if not len(rows) or not len(unsure_devices):
         return None
@@ -124,7 +130,7 @@ def most_informative(
 
 
 def _similarity(shards: FloatArray, wanted: FloatArray, device: int) -> FloatArray:
-    """(N,) from 0 to 1: how near splits come to the `wanted` shards (n,) in what a device's memory depends on.
+    """(N,) from 0 to 1: how near splits come to `wanted` (n,) in what a device's memory depends on.
 
     A replica's memory depends on its shard: 12 of 16 samples are 0.75. GPU 0's also depends on the
     micro-batch, so there the proportion counts, and how much of the micro-batch there is.

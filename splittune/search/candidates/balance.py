@@ -13,28 +13,28 @@ from splittune.split import SplitSpace
 # Seconds for each of many shards.
 TimeOfShares = Callable[[FloatArray], FloatArray]
 
-# The time within which all devices finish is found by bisection. 20 halvings leave a millionth of the
-# longest time, which is less than two neighbouring shards differ by.
+# The time within which all devices finish is found by bisection. 20 halvings leave a millionth of
+# the longest time, which is less than two neighbouring shards differ by.
 NUM_HALVINGS = 20
 
 
 def balanced_table(
     space: SplitSpace, pairs: FloatArray, curves: Sequence[TimeOfShares], most_shards: FloatArray
 ) -> SplitTable:
-    """For every micro-batch and every number of devices taking part, the shards whose slowest device is fastest.
+    """The shards whose slowest device is fastest: for each micro-batch and number of devices.
 
-    The search is for the least time T within which the devices can take the micro-batch. In T each device
-    takes the largest shard that its curve allows, and no more than its memory holds; those that take most
-    take part. T is found by bisection. With straight lines this is the closed form
+    The search is for the least time T within which the devices can take the micro-batch. In T each
+    device takes the largest shard that its curve allows, and no more than its memory holds; those
+    that take most take part. T is found by bisection. With straight lines this is the closed form
     ``T = (m + sum a_i / b_i) / sum 1 / b_i``. Each split is there twice: with GPU 0 and without.
 
     Args:
-        space: of every device's own share. A device that takes part has at least `min_shard_size`; all
-            devices do where that is not 0.
+        space: of every device's own share. A device that takes part has at least `min_shard_size`;
+            all devices do where that is not 0.
         pairs: (N, 2) accumulation steps and the largest micro-batch, of `micro_batches`.
         curves: each device's seconds for a shard.
-        most_shards: (C, N, n) the largest shards that fit, by C answers, the surest first. There is a
-            split for each answer.
+        most_shards: (C, N, n) the largest shards that fit, by C answers, the surest first. There is
+            a split for each answer.
     """
     sizes = pairs[:, 1]
     shards = np.arange(int(sizes.max()) + 1, dtype=float)
@@ -46,13 +46,14 @@ def balanced_table(
 
 
 def _tasks(space: SplitSpace, pairs: FloatArray, most_shards: FloatArray) -> tuple[FloatArray, IntArray]:
-    """What is to be balanced: rows as `_balanced` takes them, and the number of devices that take part in each."""
+    """What is to be balanced: rows as `_balanced` takes them, and how many devices take part."""
     sizes, n = pairs[:, 1], space.num_devices
     caps = np.minimum(most_shards, sizes[None, :, None])
     caps = np.where(caps < space.min_shard_size, 0, np.floor(caps))
     is_new = np.ones(caps.shape[:2], dtype=bool)
     is_new[1:] = (caps[1:] != caps[:-1]).any(axis=2)
-    # Of devices that could take as much, the one with the largest sure cap is asked first, GPU 0 last.
+    # Of devices that could take as much, the one with the largest sure cap is asked first, GPU 0
+    # last.
     sure = np.where(np.arange(n) == 0, np.inf, most_shards[0])
     ranks = np.argsort(np.argsort(-sure, axis=1, kind="stable"), axis=1)
     repeated = [np.broadcast_to(one, (len(caps), *one.shape))[is_new] for one in (pairs, ranks)]
@@ -66,13 +67,15 @@ def _tasks(space: SplitSpace, pairs: FloatArray, most_shards: FloatArray) -> tup
 
 
 def _balanced(times: FloatArray, rows: FloatArray, counts: IntArray, smallest: int) -> FloatArray:
-    """(N, n) shards of at most `counts` devices that sum to the micro-batch, with the fastest slowest device.
+    """(N, n) shards of at most `counts` devices that sum to the micro-batch, the slowest fastest.
 
-    `times` is (n, S): each device's seconds for shards of 0 to S - 1 samples. A row holds the steps, the
-    micro-batch, n caps, and n ranks: the order of the devices among those that could take as much.
+    `times` is (n, S): each device's seconds for shards of 0 to S - 1 samples. A row holds the
+    steps, the micro-batch, n caps, and n ranks: the order of the devices among those that could
+    take as much.
     """
     sizes, caps, ranks = rows[:, 1], *np.split(rows[:, 2:], 2, axis=1)
-    # A shard that takes longer than a larger one, as just before a faster kernel starts, is none to stop at.
+    # A shard that takes longer than a larger one, as just before a faster kernel starts, is none to
+    # stop at.
     bounds = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
     row, column = np.arange(len(sizes)), counts - 1
 
@@ -100,7 +103,7 @@ def _balanced(times: FloatArray, rows: FloatArray, counts: IntArray, smallest: i
 def _topped_up(
     times: FloatArray, shards: FloatArray, enough: FloatArray, sizes: FloatArray, smallest: int
 ) -> FloatArray:
-    """(N, n) `shards`, which sum to less than the micro-batches, raised towards `enough` until they sum to them.
+    """(N, n) `shards` raised towards `enough` until they sum to the micro-batches.
 
     A whole top-up takes every device the same time. GPU 0, which holds most, is asked last.
     """
@@ -110,8 +113,8 @@ def _topped_up(
     missing = missing - (np.cumsum(extra, axis=1) - extra)  # when each is asked
     shards = shards[:, order]
     parts = shards + np.clip(missing, 0, extra)
-    # If a partial top-up is slower than a whole one (a faster kernel starts there), whole ones are given,
-    # and those who got none give back the surplus.
+    # If a partial top-up is slower than a whole one (a faster kernel starts there), whole ones are
+    # given, and those who got none give back the surplus.
     wholes = shards + np.where(missing > 0, extra, 0)
     spare = np.where(missing > 0, 0, np.maximum(shards - smallest, 0))[:, ::-1]
     surplus = (wholes.sum(axis=1) - sizes)[:, None] - (np.cumsum(spare, axis=1) - spare)

@@ -23,9 +23,9 @@ def candidates(
     limits: FloatArray,
     failures: Sequence[Attempt],
 ) -> SplitTable:
-    """Splits whose devices finish together, for every micro-batch and every number of devices taking part.
+    """Splits whose devices finish together: for each micro-batch and number of devices taking part.
 
-    There are splits for each of the six limits of `_largest_shards`.
+    There are splits for each of the six answers of `_largest_shards`.
 
     Args:
         space: the legal splits.
@@ -74,7 +74,7 @@ def _largest_shards(
 
 
 def _needs_from_most_to_least(needed: Interval, num_pairs: int) -> FloatArray:
-    """(5 N, n) bytes: the most for the first N rows, then ever less, and the least for the last N."""
+    """(5 N, n) bytes: the most for the first N rows, ever less, the least for the last N."""
     most, likely, least = needed.most, needed.likely, needed.least
     answer = np.repeat(np.arange(5), num_pairs)[:, None]
     return np.asarray(np.choose(answer, [most, (most + likely) / 2, likely, (likely + least) / 2, least]))
@@ -83,9 +83,10 @@ def _needs_from_most_to_least(needed: Interval, num_pairs: int) -> FloatArray:
 def failures_on_alike(trials: Sequence[Attempt], memory: MemoryModel, limits: FloatArray) -> list[Attempt]:
     """The failures of `trials` carried over to devices of the same kind.
 
-    A shard that lacked memory on one replica lacks it on every replica of that kind whose limit its peak
-    exceeds. A replica's memory depends on its own shard, so the smallest micro-batch with such a shard
-    fails, too. What is left of that micro-batch is put on GPU 0, of which the failure says nothing.
+    A shard that lacked memory on one replica lacks it on every replica of that kind whose limit its
+    peak exceeds. A replica's memory depends on its own shard, so the smallest micro-batch with such
+    a shard fails, too. What is left of that micro-batch is put on GPU 0, of which the failure says
+    nothing.
     """
     failures = []
     for trial in trials:

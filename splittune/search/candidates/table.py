@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Floats = FloatArray
 
-# A choice: GPU 0's share of one micro-batch takes at most this many values, so above 1,024 samples it
-# moves by more than one at a time. More values cost time to judge and gain at most a thousandth.
+# A choice: GPU 0's share of one micro-batch takes at most this many values, so above 1,024 samples
+# it moves by more than one at a time. More values cost time to judge and gain at most a thousandth.
 MAX_SHARES_PER_MICRO_BATCH = 1024
 # A choice: spaces of every device's own share are listed whole up to this many splits. Larger lists
 # are exact and slow; beyond it candidates are balanced, see `balance`.
@@ -27,7 +27,7 @@ MAX_LISTED = 5_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTable:
-    """N splits of one space: accumulation steps (N,) and shards (N, n), whole numbers kept as floats."""
+    """N splits of one space: accumulation steps (N,) and shards (N, n), whole numbers as floats."""
 
     global_batch_size: int
     steps: FloatArray
@@ -68,10 +68,10 @@ class SplitTable:
 
 
 def micro_batches(space: SplitSpace) -> Iterator[tuple[int, int]]:
-    """Each size m of the largest micro-batch, with the fewest accumulation steps k that have it, as (k, m).
+    """(k, m): each size m of the largest micro-batch, with the fewest accumulation steps k for it.
 
-    More steps with the same largest micro-batch only run more micro-steps, so no best split has them.
-    Example: 16 samples give (1, 16), (2, 8), (3, 6), (4, 4), (6, 3), (8, 2) and (16, 1).
+    More steps with the same largest micro-batch only run more micro-steps, so no best split has
+    them. Example: 16 samples give (1, 16), (2, 8), (3, 6), (4, 4), (6, 3), (8, 2) and (16, 1).
     """
     most = space.max_accumulation_steps or space.global_batch_size
     steps, last = 1, 0
@@ -86,7 +86,7 @@ def micro_batches(space: SplitSpace) -> Iterator[tuple[int, int]]:
 
 
 def even_table(space: SplitSpace) -> SplitTable:
-    """The even splits of `space`: one for each size of the micro-batch, fewest accumulation steps first."""
+    """The even splits: one for each size of the micro-batch, fewest accumulation steps first."""
     rows = [(k, even_shards(m, space.num_devices)) for k, m in micro_batches(space)]
     rows = [(k, shards) for k, shards in rows if min(shards) >= space.min_shard_size]
     return _table(space, [k for k, _ in rows], [np.array([shards], dtype=float) for _, shards in rows], [1] * len(rows))
@@ -96,8 +96,8 @@ def gpu0_table(space: SplitSpace) -> SplitTable:
     """All splits that vary GPU 0's share and spread the rest evenly.
 
     There is one for each share and size of the micro-batch, fewest accumulation steps first. Above
-    `MAX_SHARES_PER_MICRO_BATCH` samples GPU 0's share moves in equal jumps. Example: of 100,000 samples
-    by 98. The even split, no sample and all samples are among them in any case.
+    `MAX_SHARES_PER_MICRO_BATCH` samples GPU 0's share moves in equal jumps. Example: of 100,000
+    samples by 98. The even split, no sample and all samples are among them in any case.
     """
     steps, blocks, counts = [], [], []
     for k, m in micro_batches(space):
@@ -111,7 +111,7 @@ def gpu0_table(space: SplitSpace) -> SplitTable:
 
 
 def singles_table(space: SplitSpace) -> SplitTable:
-    """Splits that give the whole micro-batch to one device; none where the space has no such splits."""
+    """Splits that give the whole micro-batch to one device; none where the space has none."""
     if space.shares == "gpu0" or space.min_shard_size or space.num_devices == 1:
         return _table(space, [], [], [])
     sizes = list(micro_batches(space))
@@ -124,7 +124,10 @@ def singles_table(space: SplitSpace) -> SplitTable:
 
 
 def can_be_listed(space: SplitSpace) -> bool:
-    """Whether `listed_table` holds every split that can be the best: up to `MAX_LISTED`, or of GPU 0's share alone."""
+    """Whether `listed_table` holds every split that can be the best.
+
+    It does where GPU 0's share alone is varied, and up to `MAX_LISTED` splits.
+    """
     if space.shares == "gpu0" or space.num_devices == 1:
         return True
     spare = [size - space.num_devices * space.min_shard_size for _, size in micro_batches(space)]
@@ -133,7 +136,7 @@ def can_be_listed(space: SplitSpace) -> bool:
 
 
 def listed_table(space: SplitSpace) -> SplitTable:
-    """Every split of `space` that can be the best; where they are too many, those that vary GPU 0's share.
+    """Every split that can be the best; where they are too many, those that vary GPU 0's share.
 
     Example: 64 samples over 8 devices of any shares have 1.3 billion splits.
     """

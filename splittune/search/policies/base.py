@@ -26,8 +26,9 @@ from splittune.search.models.memory import MemoryModel
 from splittune.search.models.step_time import TimeModel
 from splittune.split import BatchSplit, SplitSpace
 
-# A shard may be this many times as large as the largest that ran, whatever the memory model promises. A
-# choice: memory models were wrong by less than that. Smaller takes more trials to reach a large batch.
+# A shard may be this many times as large as the largest that ran, whatever the memory model
+# promises. A choice: memory models were wrong by less than that. Smaller takes more trials to reach
+# a large batch.
 MAX_GROWTH = 16
 
 # A space of at most this many splits is measured whole. A choice: the default number of trials of a
@@ -50,13 +51,13 @@ ProposalKind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The split to measure next: ``"baseline"``, because ``"even split at k=2: looking for the baseline"``."""
+    """The split to measure next, what for, and why."""
 
     split: BatchSplit
     kind: ProposalKind
-    """What the trial is for. Code reads this."""
+    """What the trial is for: ``"baseline"``. Code reads this."""
     reason: str
-    """Why, in words for people. No code reads this."""
+    """Words for people: ``"even split at k=2: looking for the baseline"``. No code reads them."""
 
 
 class Policy(Protocol):
@@ -89,24 +90,25 @@ class SpaceTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimism:
-    """By how much devices are assumed faster than predicted, to make candidates that only then are the best."""
+    """How much faster than predicted devices are assumed to be, to make further candidates."""
 
     kernel_gain: float = 0.1
-    """The part of the time that another kernel saves. Set on drawn problems, whose kernels save 3 to 15 %.
-    Larger: more trials go to sizes far from those measured."""
+    """The part of the time that another kernel saves. Set on drawn problems, whose kernels save 3
+    to 15 %. Larger: more trials go to sizes far from those measured."""
     kernel_starts: tuple[float, ...] = (0.05, 0.1, 0.2)
-    """How far above the largest measured shard that kernel starts, relative to it. A choice: just beyond
-    what was measured. More starts cost time to balance and are rarely the best candidate."""
+    """How far above the largest measured shard that kernel starts, relative to it. A choice: just
+    beyond what was measured. More starts cost time to balance and are rarely the best candidate."""
     deviations: float = 2
-    """Shards are also balanced with every device faster by this many standard deviations. A choice, the
-    usual 95 %. Larger: candidates further from the measured shards."""
+    """Shards are also balanced with every device faster by this many standard deviations. A choice,
+    the usual 95 %. Larger: candidates further from the measured shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchState:
-    """Everything a policy may look at: the splits, the trials so far, and what the models make of them.
+    """Everything a policy may look at: splits, the trials so far, and what the models make of them.
 
-    It is built once for a proposal. Models and scores are worked out when a policy first asks for them.
+    It is built once for a proposal. Models and scores are worked out when a policy first asks for
+    them.
     """
 
     tables: SpaceTables
@@ -148,10 +150,10 @@ class SearchState:
 
     @cached_property
     def optimistic_scores(self) -> CandidateScores | None:
-        """What the models say of the candidates that could be the best if devices are faster than predicted.
+        """Scores of the candidates that could be the best if devices are faster than predicted.
 
-        Listed splits are all there in any case. Where they are too many, others are balanced under the
-        curves of `optimism`, for the steps that ran and those predicted near the best.
+        Listed splits are all there in any case. Where they are too many, others are balanced under
+        the curves of `optimism`, for the steps that ran and those predicted near the best.
         """
         if self.tables.is_complete or self.scores is None:
             return self.scores
@@ -172,9 +174,10 @@ class SearchState:
     ) -> CandidateScores | None:
         """What the models say of the splits not measured yet; None where none is left.
 
-        Where splits are too many to list, candidates are the even ones and those balanced under each of
-        `curve_sets` (those of the time model where none is given), of `steps` alone where given. What
-        `failures` rule out, on the devices that failed and on others of their kind, is left out.
+        Where splits are too many to list, candidates are the even ones and those balanced under
+        each of `curve_sets` (those of the time model where none is given), of `steps` alone where
+        given. What `failures` rule out, on the devices that failed and on others of their kind, is
+        left out.
         """
         failures = [*failures, *failures_on_alike(failures, self.memory, self.limits)]
         table = self.tables.listed
@@ -216,7 +219,7 @@ class SearchState:
         return float(self.time.predict(steps, shards).log_s.min())
 
     def is_grown_slowly(self, table: SplitTable) -> BoolArray:
-        """(N,) whether no shard is more than `MAX_GROWTH` times as large as the largest that ran."""
+        """(N,) whether no shard is over `MAX_GROWTH` times as large as the largest that ran."""
         largest = max(max(trial.split.shard_sizes) for trial in self.trials if trial.ran)
         return np.asarray((table.shards <= MAX_GROWTH * max(1, largest)).all(axis=1))
 

@@ -15,14 +15,14 @@ from splittune.split import BatchSplit
 
 @dataclass(frozen=True, slots=True)
 class FindBaseline:
-    """The even split at the fewest steps that surely fits, where it has clearly fewer than one that fitted.
+    """The even split at the fewest steps that surely fits, if clearly fewer than fitted so far.
 
     Each such trial lets the memory model vouch for a larger one: 16 steps, then 10, then 6.
     """
 
     min_fewer_steps: float = 0.05
-    """The part of the steps that another trial must save. A choice. Larger: the baseline is found in fewer
-    trials and may have more steps than it needs."""
+    """The part of the steps that another trial must save. A choice. Larger: the baseline is found
+    in fewer trials and may have more steps than it needs."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         if not state.any_ran:
@@ -42,11 +42,11 @@ class FindBaseline:
 
 
 def bisect_baseline(even_splits: Sequence[BatchSplit], trials: Sequence[Attempt]) -> Proposal | None:
-    """The even split to measure next where no memory model tells which fit; None once the baseline is known.
+    """The even split to measure next where no model tells which fit; None once that is known.
 
-    `even_splits` begin with the fewest steps. Steps are doubled until a split fits (the last one is tried
-    before giving up), then halved between the last failure and the first that fits. Example: 64 samples
-    that fit from 5 steps on are measured at 1, 2, 4, 8, 6 and 5.
+    `even_splits` begin with the fewest steps. Steps are doubled until a split fits (the last one is
+    tried before giving up), then halved between the last failure and the first that fits. Example:
+    64 samples that fit from 5 steps on are measured at 1, 2, 4, 8, 6 and 5.
     """
     known = {trial.split: trial.fits for trial in trials}
     fits = [known.get(split, False if known_infeasible(split, trials) else None) for split in even_splits]

@@ -13,17 +13,17 @@ from splittune.search.policies.base import Proposal, SearchState
 class ExploreFar:
     """The split that shows most of what no model foresees: a faster kernel from some shard size on.
 
-    Its worth is its distance from the measured splits, in logarithms of shards, times what it would gain
-    if such a kernel ran. Example: a shard 10 % above the largest measured, predicted 2 % slower than the
-    best, is worth 0.095 x (0.1 - 0.02) = 0.0076.
+    Its worth is its distance from the measured splits, in logarithms of shards, times what it would
+    gain if such a kernel ran. Example: a shard 10 % above the largest measured, predicted 2 %
+    slower than the best, is worth 0.095 x (0.1 - 0.02) = 0.0076.
     """
 
     max_trials: int = 10
-    """Nothing is explored from this trial on. A choice, two below the default number of trials, which are
-    left for what this one showed."""
+    """Nothing is explored from this trial on. A choice, two below the default number of trials,
+    which are left for what this one showed."""
     min_worth: float = 5e-4
-    """The least distance times gain that is worth a trial. Set on drawn problems. Smaller: shards a few
-    per cent from measured ones are tried."""
+    """The least distance times gain that is worth a trial. Set on drawn problems. Smaller: shards a
+    few per cent from measured ones are tried."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         if not state.any_fits or len(state.trials) >= self.max_trials:

@@ -1,4 +1,4 @@
-"""The acquisition: the split with the largest expected improvement that cannot run out of memory."""
+"""The split with the largest expected improvement that cannot run out of memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class ExpectedImprovement:
     """
 
     min_gain: float
-    """Relative improvement that is worth a trial. A choice. Smaller: more trials before the search ends."""
+    """Relative improvement that is worth a trial. A choice. Smaller: more trials before the search
+    ends."""
     min_gain_in_noise: float = 0.15
-    """The same as a part of the relative noise of a step: with noise of 2 %, 0.3 %. Set on drawn problems
-    with noise. Larger: noisy searches end earlier."""
+    """The same as a part of the relative noise of a step: with noise of 2 %, 0.3 %. Set on drawn
+    problems with noise. Larger: noisy searches end earlier."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         scores = state.scores

@@ -12,20 +12,21 @@ from splittune.search.policies.base import Proposal, SearchState
 
 @dataclass(frozen=True, slots=True)
 class ProbeFeasibility:
-    """A safe split whose memory shows whether a more promising one, which may run out of memory, would fit."""
+    """A safe split whose memory shows whether a more promising one, which is not safe, fits."""
 
     min_gain: float = 0.003
-    """Expected improvement times feasibility, relative, that the promising split must have. A choice: below
-    it the difference is noise. Smaller: more trials go to splits that are not the best themselves."""
+    """Expected improvement times feasibility, relative, that the promising split must have. A
+    choice: below it the difference is noise. Smaller: more trials go to splits that are not the
+    best themselves."""
     times_safe_gain: float = 2
-    """It must also be worth this many times the best safe split: a probe costs a trial, and the split it is
-    for another. Hence 2."""
+    """It must also be worth this many times the best safe split: a probe costs a trial, and the
+    split it is for another. Hence 2."""
     min_feasibility: float = 0.5
-    """How likely the probe itself must keep its headroom. A choice: more likely than not. Larger: fewer
-    probes; smaller: probes that tell little because they fail."""
+    """How likely the probe itself must keep its headroom. A choice: more likely than not. Larger:
+    fewer probes; smaller: probes that tell little because they fail."""
     max_targets: int = 20
-    """How many promising splits are considered, the best first. A choice, for speed alone: the ones further
-    down rarely need another probe than the first."""
+    """How many promising splits are considered, the best first. A choice, for speed alone: the ones
+    further down rarely need another probe than the first."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         scores = state.scores

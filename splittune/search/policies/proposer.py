@@ -44,8 +44,8 @@ def propose(state: SearchState, policies: Sequence[Policy] = POLICIES) -> Propos
 class Proposer:
     """Proposes splits of `space` one after the other, from all trials so far and from nothing else.
 
-    It keeps what does not change between proposals: the tables of splits, and the memory model, which
-    takes in each trial once.
+    It keeps what does not change between proposals: the tables of splits, and the memory model,
+    which takes in each trial once.
 
     Args:
         space: the legal splits.

@@ -13,33 +13,35 @@ from splittune.search.policies.base import Proposal, SearchState
 
 @dataclass(frozen=True, slots=True)
 class RiskyImprovement:
-    """Where memory is not affine: the split with the best optimistic gain among those likely to run.
+    """Where memory is not affine: the best optimistic gain among the splits likely to run.
 
-    The gain counts by the cube root of how likely the split keeps its headroom. What the allocator holds
-    may be less with a larger shard, so a trial that ran and kept too little headroom rules out nothing but
-    its own shards here.
+    The gain counts by the cube root of how likely the split keeps its headroom. What the allocator
+    holds may be less with a larger shard, so a trial that ran and kept too little headroom rules
+    out nothing but its own shards here.
     """
 
     min_gain: float = 0.03
-    """Optimistic gain, in logarithms of time, that is worth the risk. Set on drawn problems. Smaller: more
-    trials that may run out of memory."""
+    """Optimistic gain, in logarithms of time, that is worth the risk. Set on drawn problems.
+    Smaller: more trials that may run out of memory."""
     times_safe_gain: float = 2
-    """It must also be worth this many times the best safe split, which will be tried next otherwise. A
-    choice. Larger: risks are taken later or never."""
+    """It must also be worth this many times the best safe split, which will be tried next
+    otherwise. A choice. Larger: risks are taken later or never."""
     deviations: float = 2
-    """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %."""
+    """The optimism: faster than predicted by this many standard deviations. A choice,
+    the usual 95 %."""
     min_runs_at_first: float = 0.5
-    """How likely a split must be to run while none ran out of memory. A choice: more likely than not."""
+    """How likely a split must be to run while none ran out of memory. A choice: more likely than
+    not."""
     min_runs_after_oom: float = 0.9
-    """How likely a split must be to run once one ran out of memory. Set on drawn problems. 1 takes no
-    further risk."""
+    """How likely a split must be to run once one ran out of memory. Set on drawn problems. 1 takes
+    no further risk."""
     max_trials: int = 12
     """No risk is taken from this trial on. A choice: the default number of trials of a search."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         if state.scores is None or not state.any_fits or state.memory.is_affine:
             return None
-        if len(state.trials) >= self.max_trials or state.tables.is_tiny:  # a tiny space is measured whole instead
+        if len(state.trials) >= self.max_trials or state.tables.is_tiny:  # that is measured whole
             return None
         scores = state.score_candidates([trial for trial in state.trials if not trial.ran])
         if scores is None:
@@ -48,7 +50,8 @@ class RiskyImprovement:
         fits = self._feasibility(state, scores)
         gain = optimistic_gain(scores, state.trials, self.deviations) * np.cbrt(fits)
         at_least = max(self.min_gain, self.times_safe_gain * state.scores.value[state.scores.best_row])
-        # the first trial is made before anything is known: that it failed says nothing of the models
+        # the first trial is made before anything is known: that it failed says nothing of the
+        # models
         has_failed = any(not trial.ran for trial in state.trials[1:])
         min_runs = self.min_runs_after_oom if has_failed else self.min_runs_at_first
         is_open = ~scores.surely_feasible & (runs >= min_runs) & state.is_grown_slowly(scores.table)
@@ -62,7 +65,7 @@ class RiskyImprovement:
         return Proposal(split=scores.table.split(row), kind="risky", reason=reason)
 
     def _feasibility(self, state: SearchState, scores: CandidateScores) -> FloatArray:
-        """(N,) how likely each candidate keeps its headroom; 0 with a shard that kept too little before."""
+        """(N,) how likely each keeps its headroom; 0 with a shard that kept too little before."""
         fits = scores.needed.feasibility_below(scores.limits)
         for trial in state.trials:
             for device in trial.lacking:

@@ -15,13 +15,13 @@ from splittune.search.policies.base import Proposal, SearchState
 class SmallestLeft:
     """The smallest split that no failure has ruled out, for as long as none ran, or none fits.
 
-    Of splits with the same micro-batch, the one with the fewest samples on the devices that likely ran
-    out of memory comes first, then the one with the most steps.
+    Of splits with the same micro-batch, the one with the fewest samples on the devices that likely
+    ran out of memory comes first, then the one with the most steps.
     """
 
     until: Literal["one ran", "one fits"]
-    """When it ends. Until one ran nothing else can be proposed: the models know nothing. Until one fits it
-    is what remains when the models see no candidate any more."""
+    """When it ends. Until one ran nothing else can be proposed: the models know nothing. Until one
+    fits it is what remains when the models see no candidate any more."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         if state.any_ran if self.until == "one ran" else state.any_fits:
@@ -43,7 +43,7 @@ class SmallestLeft:
         return int(np.lexsort((-table.steps, burden, table.micro_batch_sizes))[0])
 
     def _whole_batch(self, state: SearchState) -> Proposal | None:
-        """A single step holds one copy of the gradients less, and may fit where no accumulation does.
+        """One step holds one copy of the gradients less, and may fit where no accumulation does.
 
         If even shards do not fit then, that copy was not what was missing.
         """

@@ -19,7 +19,8 @@ class StartSmall:
         evens = state.tables.evens
         table = evens if len(evens) else state.tables.listed
         one_each = state.space.num_devices * max(1, state.space.min_shard_size)
-        # the fewest steps with a sample for each device; a smaller micro-batch would leave devices idle
+        # the fewest steps with a sample for each device; a smaller micro-batch would leave devices
+        # idle
         is_small = table.micro_batch_sizes <= max(one_each, table.micro_batch_sizes.min())
         row = int(np.flatnonzero(is_small)[0])
         return Proposal(split=table.split(row), kind="start", reason="the smallest even split: a safe start")

@@ -1,1 +1,1 @@
-"""The samplers a study may use: guided by models, and Optuna's own with what is known not to fit filtered out."""
+"""The samplers a study may use: guided by models, or Optuna's own kept to what may fit."""

@@ -1,4 +1,4 @@
-"""The filter around any Optuna sampler: the baseline first, then only splits that are new and may fit."""
+"""Any Optuna sampler, filtered: the baseline first, then only splits that are new and may fit."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 class FilteredSampler(SplitSampler):
     """Any Optuna sampler, kept to splits worth measuring.
 
-    The even splits that find the baseline come first. Then `inner` proposes. A split that was measured, or
-    that a failure has ruled out, is replaced by the nearest open one: similar accumulation steps if
-    possible, then the least different shards.
+    The even splits that find the baseline come first. Then `inner` proposes. A split that was
+    measured, or that a failure has ruled out, is replaced by the nearest open one: similar
+    accumulation steps if possible, then the least different shards.
 
     Args:
         space: the legal splits.
-        make_inner: gives the sampler for every proposal, from the number of finished trials. A sampler with
-            a random state of its own can be seeded anew each time, so that a resumed search goes on as an
-            uninterrupted one would.
+        make_inner: gives the sampler for every proposal, from the number of finished trials. A
+            sampler with a random state of its own can be seeded anew each time, so that a resumed
+            search goes on as an uninterrupted one would.
     """
 
     def __init__(self, space: SplitSpace, make_inner: Callable[[int], BaseSampler]) -> None:
@@ -81,8 +81,8 @@ class FilteredSampler(SplitSampler):
         try:
             self._inner.after_trial(study, trial, state, values)
         except RuntimeError as error:
-            # A sampler that has seen its whole grid stops the study, which Optuna refuses outside optimize().
-            # Here the search goes on with the splits that are left.
+            # A sampler that has seen its whole grid stops the study, which Optuna refuses outside
+            # optimize(). Here the search goes on with the splits that are left.
             if "Study.stop" not in str(error):
                 raise
 
@@ -95,7 +95,8 @@ class FilteredSampler(SplitSampler):
         relative = inner.infer_relative_search_space(study, trial)
         if relative:
             params = inner.sample_relative(study, trial, relative)
-        latest = study.get_trials(deepcopy=False)[trial.number]  # with what `before_trial` has noted since
+        # `before_trial` has noted something since `trial` was read
+        latest = study.get_trials(deepcopy=False)[trial.number]
         for name, distribution in distributions_of(self.space).items():
             if name not in params:
                 params[name] = inner.sample_independent(study, latest, name, distribution)

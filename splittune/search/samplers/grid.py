@@ -1,4 +1,4 @@
-"""A sampler that covers the space evenly, coarse at first and ever finer, whatever the measurements say."""
+"""A sampler that covers the space evenly, coarse at first and ever finer, blind to measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GridSampler(SplitSampler):
-    """The listed splits of `space`, halving the gaps between them: of 8 in a row 0, 4, 2, 6, 1, 5, 3, 7."""
+    """The listed splits, halving the gaps between them: of 8 in a row 0, 4, 2, 6, 1, 5, 3, 7."""
 
     def __init__(self, space: SplitSpace) -> None:
         super().__init__(space)

@@ -1,4 +1,4 @@
-"""The guided sampler, for Optuna: it learns memory and time from small trials and asks its policies for the next split."""
+"""The guided sampler, for Optuna: models learn from small trials, policies choose the next."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 
 class GuidedSampler(SplitSampler):
-    """Proposes what `Proposer` does: no split twice, and none that the memory model does not vouch for.
+    """Proposes what the policies do: no split twice, and none that is likely to lack memory.
 
     It works in a study of one's own, with any storage. Ask by `suggest_split`, tell by `report`;
-    ``study.optimize`` ends by itself when no trial is worth its time. It depends on the finished trials
-    alone, so a search that goes on from a storage proposes what an uninterrupted one would. One process
-    at a time may use a study.
+    ``study.optimize`` ends by itself when no trial is worth its time. It depends on the finished
+    trials alone, so a search that goes on from a storage proposes what an uninterrupted one would.
+    One process at a time may use a study.
 
         study = optuna.create_study(direction="maximize", sampler=GuidedSampler(space))
-        study.optimize(lambda trial: report(trial, measure(suggest_split(trial, space))), n_trials=12)
+        study.optimize(lambda trial: report(trial, measure(suggest_split(trial, space))),
+        n_trials=12)
 
     Args:
         space: the legal splits.
@@ -51,7 +52,7 @@ class GuidedSampler(SplitSampler):
         return "converged" if self._proposer.has_open(trials) else "space exhausted"
 
     def warnings(self, trials: Sequence[Attempt]) -> tuple[str, ...]:
-        """What the models could not explain of the trials, in sentences; empty where they fitted."""
+        """What the models could not explain, in sentences; empty where they fitted."""
         return self._proposer.warnings(trials)
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
@@ -74,7 +75,7 @@ class GuidedSampler(SplitSampler):
             return
         try:
             study.stop()
-        except RuntimeError:  # not inside optimize(): whoever asks and tells also decides when to stop
+        except RuntimeError:  # not inside optimize(): whoever asks and tells decides when to stop
             return
 
     def _propose(self, trials: Sequence[Attempt]) -> Proposal | None:

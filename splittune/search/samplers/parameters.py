@@ -1,4 +1,4 @@
-"""A split as Optuna's parameters, and back: accumulation steps, and GPU 0's or every card's share of the micro-batch."""
+"""A split as Optuna's parameters, and back: accumulation steps, and shares of the micro-batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,22 @@ GPU0_SHARE = "gpu0_share"
 
 
 def share_names(space: SplitSpace) -> tuple[str, ...]:
-    """The parameters beside the steps: ``("gpu0_share",)``, or ``("share_0", "share_1", ...)``; none for one card."""
+    """The parameters beside the steps.
+
+    ``("gpu0_share",)``, or ``("share_0", "share_1", ...)`` where every device has its own share;
+    none for one device.
+    """
     if space.num_devices == 1:
         return ()
     return (GPU0_SHARE,) if space.shares == "gpu0" else tuple(f"share_{i}" for i in range(space.num_devices))
 
 
 def distributions_of(space: SplitSpace) -> dict[str, BaseDistribution]:
-    """Steps from 1 to the most that leave every card `min_shard_size`, evenly in logarithms; shares from 0 to 1."""
+    """Optuna's distribution of each parameter.
+
+    Steps go from 1 to the most that leave every device `min_shard_size`, evenly in logarithms;
+    shares go from 0 to 1.
+    """
     smallest = max(1, space.num_devices * space.min_shard_size)
     most = max(steps for steps, size in micro_batches(space) if size >= smallest)
     return {
@@ -36,7 +44,10 @@ def distributions_of(space: SplitSpace) -> dict[str, BaseDistribution]:
 
 
 def params_of(space: SplitSpace, split: BatchSplit) -> dict[str, int | float]:
-    """The parameters of `split`; `split_of` reads them back equal. 1 x (4 + 20 + 20 + 20) has ``gpu0_share`` 4 / 64."""
+    """The parameters of `split`; `split_of` reads them back equal.
+
+    Example: 1 x (4 + 20 + 20 + 20) has ``gpu0_share`` 4 / 64.
+    """
     size = split.micro_batch_size
     shares = [shard / size for shard in split.shard_sizes]
     return {STEPS: split.accumulation_steps, **dict(zip(share_names(space), shares, strict=False))}
@@ -45,7 +56,8 @@ def params_of(space: SplitSpace, split: BatchSplit) -> dict[str, int | float]:
 def split_of(space: SplitSpace, params: Mapping[str, int | float]) -> BatchSplit:
     """The split of `space` nearest to any values within `distributions_of`.
 
-    Of the steps with the same largest micro-batch it has the fewest. Shares of every card are taken in proportion.
+    Of the steps with the same largest micro-batch it has the fewest. Shares of every device are taken
+    in proportion.
     """
     steps, size = next((k, m) for k, m in reversed(list(micro_batches(space))) if k <= params[STEPS])
     n, smallest = space.num_devices, space.min_shard_size
@@ -60,7 +72,7 @@ def split_of(space: SplitSpace, params: Mapping[str, int | float]) -> BatchSplit
 
 
 def suggest_split(trial: optuna.Trial, space: SplitSpace) -> BatchSplit:
-    """Ask a trial of one's own ``study.optimize`` for a split; tell what was measured with `report`."""
+    """Ask a trial of one's own ``study.optimize`` for a split; tell the outcome with `report`."""
     params: dict[str, int | float] = {}
     for name, distribution in distributions_of(space).items():
         if isinstance(distribution, IntDistribution):
@@ -71,12 +83,16 @@ def suggest_split(trial: optuna.Trial, space: SplitSpace) -> BatchSplit:
 
 
 def _in_proportion(size: int, smallest: int, shares: list[float]) -> tuple[int, ...]:
-    """`size` samples in these proportions, `smallest` at least: what is to be shared beyond that, by largest remainder."""
+    """`size` samples in these proportions, `smallest` at least for each.
+
+    What is to be shared beyond that goes by largest remainder.
+    """
     wanted = [max(0.0, share * size - smallest) for share in shares]
     rest, fine = size - smallest * len(shares), 1 << 20
     if sum(wanted) <= 0:
         return even_shards(size, len(shares))
-    # whole numbers far above the size stand for the proportions, which Hamilton's method then rounds
+    # whole numbers far above the size stand for the proportions, which Hamilton's method then
+    # rounds
     total = sum(wanted)
     weights = [round(fine * size * share / total) for share in wanted]
     return tuple(smallest + own for own in fit_shards(rest, weights))

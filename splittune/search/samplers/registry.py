@@ -15,8 +15,8 @@ from splittune.split import SplitSpace
 
 DEFAULT_SAMPLER = "guided"
 
-# Seeded anew for each trial, so that a resumed search draws what an uninterrupted one would. constant_liar would let the
-# unfinished trials of a killed run sway it.
+# Seeded anew for each trial, so that a resumed search draws what an uninterrupted one would.
+# constant_liar would let the unfinished trials of a killed run sway it.
 _PLAIN: dict[str, Callable[[SplitSpace, int], BaseSampler]] = {
     "grid": lambda space, _seed: GridSampler(space),
     "random": lambda _space, seed: RandomSampler(seed=seed),
@@ -30,10 +30,11 @@ SAMPLER_NAMES = (DEFAULT_SAMPLER, *_PLAIN)
 def make_sampler(
     sampler: str | BaseSampler | None, space: SplitSpace, seed: int, min_headroom_bytes: Sequence[int]
 ) -> GuidedSampler | FilteredSampler:
-    """The sampler of a search: guided, or any other with a guard around it; an instance stays the same.
+    """The sampler of a search: guided, or any other behind a filter; an instance stays the same.
 
     Raises:
-        ConfigError: no sampler has this name, or it is neither a name nor a sampler, or is for another space.
+        ConfigError: no sampler has this name, or it is neither a name nor a sampler, or is for
+            another space.
     """
     if isinstance(sampler, GuidedSampler):
         if sampler.space != space:

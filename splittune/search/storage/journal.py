@@ -1,8 +1,7 @@
-"""Optuna's journal file, kept whole: a line is written to its end or not at all, and what a crash left is taken off."""
+"""Optuna's journal file, kept whole: a line is written to its end or not at all."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -14,17 +13,18 @@ from typing import Any
 from optuna.exceptions import StorageInternalError
 from optuna.storages.journal import JournalFileBackend
 
+from splittune.search.storage.lock import CANNOT_LOCK
+
+# Every line of a journal begins so, the first one, too.
 _BEGINNING = b'{"op_code":'
-"""Of every line of a journal, and of its first one."""
-_CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class JournalFile(JournalFileBackend):
     """A journal on which a crash, a full disk or Ctrl-C in the middle of a line leaves no trace.
 
-    Optuna's own would write on behind half a line, and the next search could read no trial any more. Its lock, a link
-    beside the file, stays when its holder is killed, and the next one waits half a minute for it; this one is the
-    system's, on the file itself.
+    Optuna's own would write on behind half a line, and the next search could read no trial any
+    more. Its lock, a link beside the file, stays when its holder is killed, and the next one waits
+    half a minute for it; this one is the system's, on the file itself.
 
     Raises:
         ValueError: the file is no journal; it is not touched.
@@ -73,7 +73,7 @@ def _check_beginning(handle: int) -> None:
 
 
 def _size_in_whole_lines(handle: int) -> int:
-    """The journal's size, once what follows its last line's end is off: the half line of a process that was killed."""
+    """The journal's size, once the half line of a process that was killed is taken off its end."""
     size = os.lseek(handle, 0, os.SEEK_END)
     if size and os.pread(handle, 1, size - 1) != b"\n":
         size = os.pread(handle, size, 0).rfind(b"\n") + 1
@@ -89,7 +89,7 @@ def _locked(path: Path) -> Iterator[int]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:  # a file system that cannot lock
-            if error.errno not in _CANNOT_LOCK:
+            if error.errno not in CANNOT_LOCK:
                 raise
         yield handle
     finally:

@@ -1,4 +1,4 @@
-"""A lock for the time of a search: two searches of one study would measure for each other and write in turn."""
+"""One search at a time: two of one study would measure for each other and write in turn."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from splittune.errors import ConfigError
 
-# File systems that cannot lock: there the search goes on without, as it did before there was a lock.
-_CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+# What file systems that cannot lock answer. There the search goes on without a lock.
+CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
-# Locks of fcntl exclude other processes only, so those of this one are listed, by the process: a fork copies the list and
-# has none of the locks. That is why they are not flock's, which forks inherit: a data loader's worker that outlives a killed
-# tuner for a moment does not keep the next one out.
+# The places locked by this process, with its id: locks of fcntl exclude other processes only. A
+# fork copies the list and has none of the locks, hence the id. Locks of flock would be inherited: a
+# data loader's worker that outlives a killed tuner for a moment would keep the next tuner out.
 _held_by: dict[Path, int] = {}
 _listed = threading.Lock()
 
@@ -27,8 +27,8 @@ _listed = threading.Lock()
 def one_at_a_time(storage: Path, study_name: str) -> Iterator[None]:
     """Have the study in the file `storage` for oneself; others in the same file are free.
 
-    The lock is a small file beside it, which is gone afterwards. A process that is killed leaves the file and not the
-    lock: the system releases it.
+    The lock is a small file beside it, which is gone afterwards. A process that is killed leaves
+    the file and not the lock: the system releases it.
 
     Raises:
         ConfigError: another search has it.
@@ -47,7 +47,7 @@ def one_at_a_time(storage: Path, study_name: str) -> Iterator[None]:
             yield
         finally:
             if os.getpid() == process:
-                place.unlink(missing_ok=True)  # before it is released: nobody locks a file that is gone, see below
+                place.unlink(missing_ok=True)  # before release: nobody locks a file that is gone
             os.close(handle)
     finally:
         with _listed:
@@ -59,7 +59,8 @@ def _locked(place: Path, storage: Path, study_name: str) -> int:
         handle = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(handle, place, storage, study_name)
-            # Between opening and locking, its last holder may have removed it: then it is nobody's, and made anew.
+            # Between opening and locking, its last holder may have removed it: then it is nobody's,
+            # and made anew.
             if place.exists() and place.stat().st_ino == os.fstat(handle).st_ino:
                 os.ftruncate(handle, 0)
                 os.write(handle, str(os.getpid()).encode())
@@ -76,12 +77,12 @@ def _lock(handle: int, place: Path, storage: Path, study_name: str) -> None:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise _in_use(storage, study_name, place.read_text(errors="replace").strip() or "unknown") from None
-        if error.errno not in _CANNOT_LOCK:
+        if error.errno not in CANNOT_LOCK:
             raise
 
 
 def _in_use(storage: Path, study_name: str, process: str) -> ConfigError:
     return ConfigError(
-        f"another splittune is using study {study_name!r} in storage {str(storage)!r} (process {process}): expected one search "
-        "at a time. Wait until it has ended, or give another storage."
+        f"another splittune is using study {study_name!r} in storage {str(storage)!r} (process {process}): "
+        "expected one search at a time. Wait until it has ended, or give another storage."
     )

@@ -23,7 +23,8 @@ DEFAULT_STUDY_NAME = "splittune"
 _SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 _SQLITE_URL = "sqlite:///"
 _IDENTITY = "search"
-# How long to wait for another program that has locked an SQLite file: a backup, or one that looks at the trials.
+# How long to wait for another program that has locked an SQLite file: a backup, or one that looks
+# at the trials. A choice: longer than either takes.
 SQLITE_PATIENCE_S = 15.0
 
 
@@ -33,14 +34,16 @@ def open_study(
 ) -> Iterator[optuna.Study]:
     """The study of this search, new or continued; its connections are closed afterwards.
 
-    `storage` is None (kept in memory), an Optuna URL (anything with ``://``), a path that ends in .db, .sqlite or
-    .sqlite3 (SQLite), or any other path (Optuna's journal file). Missing folders are made. `identity` says what is
-    searched, in JSON types; it is written into a new study and must be found in an old one.
+    `storage` is None (kept in memory), an Optuna URL (anything with ``://``), a path that ends in
+    .db, .sqlite or .sqlite3 (SQLite), or any other path (Optuna's journal file). Missing folders
+    are made. `identity` says what is searched, in JSON types; it is written into a new study and
+    must be found in an old one.
 
     A study in a file is this search's alone until it is closed, see `one_at_a_time`.
 
     Raises:
-        ConfigError: the storage cannot be used, or no longer, or the study in it belongs to another search or is in use.
+        ConfigError: the storage cannot be used, or no longer, or the study in it belongs to another
+            search or is in use.
     """
     name = study_name or DEFAULT_STUDY_NAME
     with ExitStack() as stack:
@@ -58,18 +61,18 @@ def open_study(
             _check_identity(study, storage, identity)
         except ConfigError:
             raise
-        except Exception as error:  # noqa: BLE001  a file of another kind makes Optuna raise whatever comes of it
+        except Exception as error:  # noqa: BLE001  Optuna raises whatever comes of a wrong file
             raise ConfigError(
-                f"storage {os.fspath(storage or '')!r} cannot be used: {_reason(error)}. Expected the path of a new file, or "
-                "of one that an earlier search wrote, or an Optuna URL."
+                f"storage {os.fspath(storage or '')!r} cannot be used: {_reason(error)}. Expected the path of a new "
+                "file, or of one that an earlier search wrote, or an Optuna URL."
             ) from None  # what a program under Optuna raised says no more
         try:
             yield study
         except StorageInternalError as error:
             raise ConfigError(
-                f"storage {os.fspath(storage or '')!r} failed in mid-search: {_reason(error)}. The trials written before are "
-                "in it. Expected a file that can be written to: see whether its disk is full or another program has it "
-                "locked, then start the search again, and it goes on from there."
+                f"storage {os.fspath(storage or '')!r} failed in mid-search: {_reason(error)}. The trials written "
+                "before are in it. Expected a file that can be written to: see whether its disk is full or "
+                "another program has it locked, then start the search again, and it goes on from there."
             ) from None
 
 
@@ -107,7 +110,10 @@ def _open_storage(storage: str | os.PathLike[str] | None, path: Path | None) -> 
 
 
 class _Database(RDBStorage):
-    """Optuna's storage in a database, which closes its connections: `close` does, and so does a file it cannot open."""
+    """Optuna's storage in a database, whose connections are closed.
+
+    `close` does so, and so does opening a file that it cannot open.
+    """
 
     def __init__(self, url: str, **options: Any) -> None:
         try:

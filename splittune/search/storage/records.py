@@ -24,7 +24,10 @@ _DEMANDS = "min_headroom_bytes"
 def tell(
     study: optuna.Study, trial: optuna.Trial, attempt: Attempt, *, min_headroom_bytes: Sequence[int], reason: str
 ) -> None:
-    """Finish `trial` with what was measured; a split that did not run is PRUNED, for samplers ignore what is FAIL."""
+    """Finish `trial` with what was measured.
+
+    A split that did not run is PRUNED: samplers ignore what is FAIL.
+    """
     _note(trial, attempt, min_headroom_bytes, reason)
     if _has_value(attempt):
         study.tell(trial, attempt.measurement.throughput)
@@ -33,7 +36,7 @@ def tell(
 
 
 def report(trial: optuna.Trial, measurement: Measurement) -> float:
-    """Note what was measured in a trial of one's own ``study.optimize``, and return its samples/s as the objective.
+    """Note what was measured in a trial of one's own ``study.optimize``; its samples/s.
 
     Raises:
         optuna.TrialPruned: the split ran out of memory or crashed.
@@ -55,9 +58,10 @@ def _has_value(attempt: Attempt) -> bool:
 def _note(trial: optuna.Trial, attempt: Attempt, min_headroom_bytes: Sequence[int], reason: str) -> None:
     """Write what was measured into the trial.
 
-    User attributes hold the split, the reason and the whole measurement. Constraints, positive where violated, are
-    ``"device i"``, the headroom it lacks as a share of its memory (1 where the amount is unknown), and 1 for each of
-    ``"out_of_memory"``, ``"crashed"`` and ``"no_headroom"``, the last where no device is known to lack any.
+    User attributes hold the split, the reason and the whole measurement. Constraints, positive
+    where violated, are ``"device i"``, the headroom it lacks as a share of its memory (1 where the
+    amount is unknown), and 1 for each of ``"out_of_memory"``, ``"crashed"`` and ``"no_headroom"``,
+    the last where no device is known to lack any.
     """
     split, measurement = attempt.split, attempt.measurement
     trial.set_user_attr("gpu0_bsz", split.gpu0_bsz)
@@ -69,12 +73,14 @@ def _note(trial: optuna.Trial, attempt: Attempt, min_headroom_bytes: Sequence[in
 
 
 def finished_trials(study: optuna.Study) -> list[FrozenTrial]:
-    """The trials with a measurement, oldest first; those that were interrupted or failed are not among them."""
+    """The trials with a measurement, oldest first: none that was interrupted or failed."""
     return study.get_trials(deepcopy=False, states=_FINISHED)
 
 
 def demand(study: optuna.Study, min_headroom_bytes: Sequence[int]) -> None:
-    """Note what every device must keep free from now on: stored trials are judged by it when they are read back.
+    """Note what every device must keep free from now on.
+
+    Stored trials are judged by it when they are read back.
 
     Other programs come and go, so a search that goes on another day may well have another demand.
     """

@@ -77,8 +77,8 @@ def test_a_resumed_search_draws_what_an_uninterrupted_one_does(
     assert resumed == result
 
 
-def optimize(guard: FilteredSampler, problem: Job, num_trials: int) -> None:
-    study = optuna.create_study(direction="maximize", sampler=guard)
+def optimize(sampler: FilteredSampler, problem: Job, num_trials: int) -> None:
+    study = optuna.create_study(direction="maximize", sampler=sampler)
     demand(study, (0, 0))
 
     def objective(trial: optuna.Trial) -> float:
@@ -130,13 +130,13 @@ def test_what_a_failure_rules_out_is_replaced_too() -> None:
 
 
 def test_it_stops_when_no_listed_split_is_open() -> None:
-    """A guarded sampler has no other reason to stop than that everything is measured or ruled out."""
+    """A filtered sampler has no other reason to stop than that everything is measured or ruled out."""
     space = SplitSpace(global_batch_size=2, num_devices=1)
-    guard = FilteredSampler(space, lambda _: RandomSampler())
+    sampler = FilteredSampler(space, lambda _: RandomSampler())
     problem = linear_job(B=2, num_devices=1)
     attempts = [Attempt(measurement=problem.measure(split(2, k, 2 // k))) for k in (1, 2)]
-    assert guard.why_stop(attempts[:1]) is None
-    assert guard.why_stop(attempts) == "space exhausted"
+    assert sampler.why_stop(attempts[:1]) is None
+    assert sampler.why_stop(attempts) == "space exhausted"
 
 
 def test_the_inner_sampler_is_made_anew_with_the_number_of_finished_trials() -> None:
@@ -148,6 +148,6 @@ def test_the_inner_sampler_is_made_anew_with_the_number_of_finished_trials() -> 
         return RandomSampler(seed=num_finished)
 
     problem = linear_job(B=16, num_devices=2)
-    guard = FilteredSampler(problem.space(), make)
-    optimize(guard, problem, 3)
+    sampler = FilteredSampler(problem.space(), make)
+    optimize(sampler, problem, 3)
     assert made == [0, 0, 1, 2]
