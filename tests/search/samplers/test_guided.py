@@ -1,59 +1,49 @@
-"""What the guided search must hold, on problems drawn by seed whose best split is known."""
+"""What the guided search must hold, on jobs whose best split is known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import optuna
 import pytest
 
-from benchmarks.problems.draw import draw
-from benchmarks.problems.problem import Problem
 from splittune.errors import NoFeasibleSplitError
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import GuidedSampler, SearchResult, find_best_split, report, suggest_split
 from splittune.search.samplers.parameters import distributions_of, split_of
 from splittune.split import BatchSplit, SplitSpace
-from tests.search.problem import card_memory, failing_after, job, split
+from tests.search.jobs import AFFINE, JOBS
+from tests.search.problem import Job, card_memory, failing_after, job, split
 
 MAX_TRIALS = 12
+SOME = list(JOBS)[1::4]
 
 
-def search(problem: Problem, **options: object) -> SearchResult:
+def search(problem: Job, **options: object) -> SearchResult:
     options = {"max_trials": MAX_TRIALS, "min_headroom_bytes": problem.min_headroom_bytes, **options}
     return find_best_split(problem.space(), problem.measure, confirm=problem.confirm, **options)  # type: ignore[arg-type]
-
-
-@cache
-def feasible_seeds() -> tuple[int, ...]:
-    return tuple(seed for seed in range(40) if draw(seed).best_throughput is not None)
-
-
-FEASIBLE = feasible_seeds()[:16]
-AFFINE = [seed for seed in feasible_seeds() if draw(seed).is_memory_affine][:16]
 
 
 def outcomes(result: SearchResult) -> list[Outcome]:
     return [trial.measurement.outcome for trial in result.trials if trial.kind == "search"]
 
 
-@pytest.mark.parametrize("seed", AFFINE)
-def test_nothing_runs_out_of_memory_where_memory_is_affine(seed: int) -> None:
+@pytest.mark.parametrize("name", AFFINE)
+def test_nothing_runs_out_of_memory_where_memory_is_affine(name: str) -> None:
     """Once a first split fitted, no trial runs out of memory: the model foresees it in every phase."""
-    told = outcomes(search(draw(seed)))
+    told = outcomes(search(AFFINE[name]()))
     first_that_ran = next(i for i, outcome in enumerate(told) if outcome is not Outcome.OUT_OF_MEMORY)
     assert Outcome.OUT_OF_MEMORY not in told[first_that_ran:]
 
 
-@pytest.mark.parametrize("seed", FEASIBLE)
-def test_a_search_keeps_its_promises(seed: int) -> None:
+@pytest.mark.parametrize("name", JOBS)
+def test_a_search_keeps_its_promises(name: str) -> None:
     """No split is measured twice; the winner was measured, keeps its headroom, and is no slower than the baseline."""
-    problem = draw(seed)
+    problem = JOBS[name]()
     result = search(problem)
     assert len(set(problem.measured)) == len(problem.measured) <= MAX_TRIALS
     assert result.best.split in problem.measured
@@ -70,23 +60,23 @@ def test_a_search_keeps_its_promises(seed: int) -> None:
 
 
 def test_the_winners_are_near_the_best_there_is() -> None:
-    """Over all these problems the samples/s lost to the exhaustive optimum are 1 % at the median, 5 % at the worst but one."""
+    """Over all these jobs the samples/s lost to the exhaustive optimum are 1 % at the median, 5 % at the worst but one."""
     lost = []
-    for seed in FEASIBLE:
-        problem = draw(seed)
+    for make in JOBS.values():
+        problem = make()
         lost.append(1 - problem.throughput(search(problem).best.split) / problem.best_throughput)
     assert np.median(lost) <= 0.01
     assert sorted(lost)[-2] <= 0.05
 
 
-@pytest.mark.parametrize("seed", FEASIBLE[:6])
-def test_a_search_stopped_after_any_trial_goes_on_as_if_it_had_not_been(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("name", SOME)
+def test_a_search_stopped_after_any_trial_goes_on_as_if_it_had_not_been(tmp_path: Path, name: str) -> None:
     """Interrupted after j trials and resumed from the storage, the search makes the trials of an uninterrupted one."""
-    whole = draw(seed)
+    whole = JOBS[name]()
     expected = search(whole)
     searched = len(whole.measured)
     for stopped_after in {1, searched // 2, searched - 1} - {0}:
-        parts = draw(seed)
+        parts = JOBS[name]()
         storage = tmp_path / f"{stopped_after}.log"
         with pytest.raises(KeyboardInterrupt):
             find_best_split(
@@ -101,11 +91,11 @@ def test_a_search_stopped_after_any_trial_goes_on_as_if_it_had_not_been(tmp_path
 
 
 class Shuffled:
-    """A drawn problem whose times, and peaks if wanted, are drawn anew for every split: no form fits them."""
+    """A job whose times, and peaks if wanted, are drawn anew for every split: no form fits them."""
 
-    def __init__(self, seed: int, *, keeps_memory: bool) -> None:
-        self.problem = draw(seed)
-        self.rng_seed = seed
+    def __init__(self, name: str, *, keeps_memory: bool) -> None:
+        self.problem = JOBS[name]()
+        self.rng_seed = list(JOBS).index(name)
         self.keeps_memory = keeps_memory
         self.told: list[Measurement] = []
 
@@ -142,10 +132,10 @@ class Shuffled:
 
 
 @pytest.mark.parametrize("keeps_memory", [True, False], ids=["time", "time and memory"])
-@pytest.mark.parametrize("seed", FEASIBLE[:8])
-def test_against_the_models_form_it_ends_at_the_best_it_measured_and_says_so(seed: int, keeps_memory: bool) -> None:
+@pytest.mark.parametrize("name", list(JOBS)[::2])
+def test_against_the_models_form_it_ends_at_the_best_it_measured_and_says_so(name: str, keeps_memory: bool) -> None:
     """With the truth shuffled the winner is the best of what was measured, and `warnings` say that models did not fit."""
-    shuffled = Shuffled(seed, keeps_memory=keeps_memory)
+    shuffled = Shuffled(name, keeps_memory=keeps_memory)
     space, demands = shuffled.problem.space(), shuffled.problem.min_headroom_bytes
     try:
         result = find_best_split(space, shuffled.measure, min_headroom_bytes=demands)
@@ -169,7 +159,7 @@ def test_where_the_models_fit_there_is_no_doubt() -> None:
 # --- in a study of one's own -----------------------------------------------------------------------------------------
 
 
-def optimize(problem: Problem, storage: str | None = None, n_trials: int = 40) -> optuna.Study:
+def optimize(problem: Job, storage: str | None = None, n_trials: int = 40) -> optuna.Study:
     sampler = GuidedSampler(problem.space(), min_headroom_bytes=problem.min_headroom_bytes)
     study = optuna.create_study(
         direction="maximize", sampler=sampler, storage=storage, study_name="own", load_if_exists=True
@@ -185,7 +175,7 @@ def optimize(problem: Problem, storage: str | None = None, n_trials: int = 40) -
 @pytest.mark.parametrize("kept", ["memory", "sqlite"])
 def test_a_plain_study_is_guided_and_ends_by_itself(tmp_path: Path, kept: str) -> None:
     """`study.optimize` makes the trials of `find_best_split`, in any storage, and stops when nothing is left to gain."""
-    problem, alike = draw(FEASIBLE[0]), draw(FEASIBLE[0])
+    problem, alike = JOBS[SOME[0]](), JOBS[SOME[0]]()
     study = optimize(problem, f"sqlite:///{tmp_path / 'own.db'}" if kept == "sqlite" else None)
     result = search(alike, max_trials=40)
     assert problem.measured == alike.measured
@@ -196,7 +186,7 @@ def test_a_plain_study_is_guided_and_ends_by_itself(tmp_path: Path, kept: str) -
 
 def test_a_plain_study_goes_on_where_it_was(tmp_path: Path) -> None:
     """A study that was stopped early, and is optimized again by another sampler, ends as an uninterrupted one."""
-    whole, parts = draw(FEASIBLE[1]), draw(FEASIBLE[1])
+    whole, parts = JOBS[SOME[1]](), JOBS[SOME[1]]()
     optimize(whole)
     storage = f"sqlite:///{tmp_path / 'own.db'}"
     optimize(parts, storage, n_trials=2)
