@@ -16,8 +16,9 @@ _HELD = (signal.SIGINT, signal.SIGTERM)
 def deferred() -> Iterator[None]:
     """Ctrl-C, and a SIGTERM for which the program has a handler of its own, take effect when the block has ended.
 
-    Keep it short: what waits in it cannot be interrupted. Signals without a handler in Python, SIGTERM unless the program
-    set one, end the process as ever. Python handles signals in its main thread only, so in another one nothing is held.
+    Keep it short: what waits in it cannot be interrupted. Signals without a handler in Python,
+    SIGTERM unless the program set one, end the process as ever. Python handles signals in its main
+    thread only, so in another one nothing is held.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

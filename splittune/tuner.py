@@ -83,8 +83,9 @@ def autotune(
     optimizer, random number generators and loader are as they were found, also when an exception or Ctrl-C ends it.
 
     Args:
-        model: the module to train, not wrapped; with ``isolation="process"`` what makes the whole job instead, a function
-            without arguments that returns a `TrainingTask`, or ``"FILE.py:FUNCTION"``.
+        model: the module to train, not wrapped; with ``isolation="process"`` what makes the whole
+            job instead, a function without arguments that returns a `TrainingTask`, or
+            ``"FILE.py:FUNCTION"``.
         loader: gives the batches, and can be iterated over again; its batch size is the global batch.
         loss_fn: ``loss_fn(output, targets)``, a mean over samples. None: the model's output is a scalar or carries
             ``.loss``; else cross-entropy for integer targets, MSE for floats. What was inferred is logged.
@@ -95,24 +96,26 @@ def autotune(
         global_batch_size: samples behind one optimizer step, kept exactly; None for the loader's batch size.
         autocast_dtype: torch.bfloat16, say, for autocast around forward and loss.
         grad_scaler: scales losses and takes the optimizer's steps, as in training with float16.
-        other_state: what else training changes, beyond what `step_fn` and `loss_fn` reach: other models, their optimizers.
+        other_state: what else training changes, beyond what `step_fn` and `loss_fn` reach: other
+            models, their optimizers.
         min_headroom_bytes: what every device must keep free at its peak, one number or one per device; None for 5 % of
             what other programs leave to this one.
         max_trials: splits to search at most. Up to four are measured again at the end.
         timeout_s: seconds after which no further split is searched.
         storage: a path where trials are kept; a search that was stopped goes on from there.
-        loss_placement: "output" computes the loss from gathered outputs, as training loops do; "replica" in each replica,
-            which unburdens GPU 0 and wants ``config.wrap(model, loss_fn)``; "either" searches both, half the trials each,
-            and the config says which won.
-        shares: "gpu0" searches GPU 0's share and spreads the rest evenly, "each" every card's own; "auto" takes the first
-            where the other cards are alike, the second where they are not.
-        sampler: "guided" by models of memory and time, which provokes no OOM that they can foresee; "tpe", "gp", "random"
-            and "grid" are there to compare.
+        loss_placement: "output" computes the loss from gathered outputs, as training loops do;
+            "replica" in each replica, which unburdens GPU 0 and wants ``config.wrap(model,
+            loss_fn)``; "either" searches both, half the trials each, and the config says which won.
+        shares: "gpu0" searches GPU 0's share and spreads the rest evenly, "each" every card's own;
+            "auto" takes the first where the other cards are alike, the second where they are not.
+        sampler: "guided" by models of memory and time, which provokes no OOM that they can foresee;
+            "tpe", "gp", "random" and "grid" are there to compare.
         seed: for samplers that draw.
-        isolation: None runs the trials in this process. "process" runs them in another, which makes the job anew: one that
-            is killed, aborts or hangs is a crashed trial, and the search goes on. This process then touches no device.
-        trial_timeout_s: seconds after which a trial in a process of its own counts as hung; those in whole steps may take
-            as many times that as they accumulate.
+        isolation: None runs the trials in this process. "process" runs them in another, which makes
+            the job anew: one that is killed, aborts or hangs is a crashed trial, and the search
+            goes on. This process then touches no device.
+        trial_timeout_s: seconds after which a trial in a process of its own counts as hung; those
+            in whole steps may take as many times that as they accumulate.
         progress: show what is being measured.
 
     Raises:

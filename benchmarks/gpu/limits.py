@@ -20,9 +20,10 @@ from splittune.training import TrainingTask
 from splittune.units import format_bytes
 
 NUM_LIMITS, NUM_REHEARSED = 4, 2
-# Limits are drawn, one from each of so many equal parts of the range from the smallest micro-batch's peak (0) to the whole
-# batch's (1), in logarithms: it is the tight ones that decide. Where peaks are some tens of MiB, as in a rehearsal, the
-# allocator's segments of 20 MiB make steps of them that no model of sizes foresees: there only the upper part tells.
+# Limits are drawn, one from each of so many equal parts of the range from the smallest
+# micro-batch's peak (0) to the whole batch's (1), in logarithms: it is the tight ones that decide.
+# Where peaks are some tens of MiB, as in a rehearsal, the allocator's segments of 20 MiB make steps
+# of them that no model of sizes foresees: there only the upper part tells.
 LOWEST, LOWEST_REHEARSED, HIGHEST = 0.08, 0.75, 1.05
 # Two measurements of the same split differ by this much: what is no more than so much faster is not called faster.
 NOISE = 0.02

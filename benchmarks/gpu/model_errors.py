@@ -19,7 +19,8 @@ from splittune.split import BatchSplit
 STEPS = (8, 4, 2, 1)
 MIN_TIMED = 2
 TRIALS_S = 12.0
-# Aims, not what was seen: half of the predictions within this, and hardly any peak above the most that was held possible.
+# Aims, not what was seen: half of the predictions within this, and hardly any peak above the most
+# that was held possible.
 MEDIAN_ERROR = 0.05
 HELD_PART, EXCEEDED_BY = 0.9, 0.05
 

@@ -97,7 +97,8 @@ class NeighbourProcess:
 class SlowVirtualHardware(VirtualHardware):
     """A virtual GPU that a search takes for a real one, to rehearse what is left out on modelled devices.
 
-    It is as slow as real ones are, so that seconds of warm-up pass in a few steps, and its neighbour can be told to grow.
+    It is as slow as real ones are, so that seconds of warm-up pass in a few steps, and its
+    neighbour can be told to grow.
     """
 
     is_modelled = False

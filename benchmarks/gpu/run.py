@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu [--out benchmarks/results] [--only memory,limits,...] [--budget-s 480] [--seed 0]
 
-Each part prints what it finds as it goes, and writes ``gpu_<part>.csv`` with the card, its driver and the versions. At the
-end every check is listed; the exit code is 1 if one failed or a part broke off with an error. A part that runs out of its
-time says what it left out. ``--devices 1xT400-4GB`` rehearses all of it on a virtual GPU, with tiny models: that shows that
-the code runs, its figures are modelled, and nothing is written.
+Each part prints what it finds as it goes, and writes ``gpu_<part>.csv`` with the card, its driver
+and the versions. At the end every check is listed; the exit code is 1 if one failed or a part broke
+off with an error. A part that runs out of its time says what it left out. ``--devices 1xT400-4GB``
+rehearses all of it on a virtual GPU, with tiny models: that shows that the code runs, its figures
+are modelled, and nothing is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The jobs that `benchmarks.gpu` runs on a card: an MLP, a CNN, a vision and a text transformer, on made-up data.
 
-No job reads a file or the network. `CARD` has sizes for a card of 80 GiB or more, where a whole batch takes about a tenth
-of a second; `REHEARSAL` has sizes for a CPU.
+No job reads a file or the network. `CARD` has sizes for a card of 80 GiB or more, where a whole
+batch takes about a tenth of a second; `REHEARSAL` has sizes for a CPU.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Sizes:
     greedy_batch: int
     """Of the job that runs out of memory in each phase: an MLP whose parameters alone fill segments."""
     tuned_batch: int
-    """The global batch of the job that is tuned, by ourselves and by others: above twelve sizes of micro-batches, for of
-    so few the search measures all."""
+    """The global batch of the job that is tuned, by ourselves and by others: above twelve sizes of
+    micro-batches, for of so few the search measures all."""
 
 
 CARD = Sizes(

@@ -16,9 +16,10 @@ GIB = 1024**3
 def draw(seed: int, *, max_noise: float = 0.02, tells_busy: bool = True) -> Problem:
     """The problem of this seed: 2 to 8 cards, a global batch from 8 to 2048, noise up to `max_noise`, or none.
 
-    Cards tell their busy times, as they do for a model that is called once a step, unless `tells_busy` is off. Which one is
-    slow can then not be told, so there are no shares of every card's own. Three tenths have two kinds of cards. In time a third are
-    plain lines, a third have a knee, a third cliffs: tiles, an algorithm that changes, a ripple. A quarter have memory that
+    Cards tell their busy times, as they do for a model that is called once a step, unless
+    `tells_busy` is off. Which one is slow can then not be told, so there are no shares of every
+    card's own. Three tenths have two kinds of cards. In time a third are plain lines, a third have
+    a knee, a third cliffs: tiles, an algorithm that changes, a ripple. A quarter have memory that
     is not affine: a power of the share, a jump, or an allocator that holds more than is live.
     """
     dice = _Dice(np.random.default_rng(seed))

@@ -54,8 +54,9 @@ class CardTime:
 class CardMemory:
     """Bytes one card needs, by its share s, the micro-batch m and whether the step accumulates: a maximum over phases.
 
-    forward and backward: ``fixed + sample x s + output x m + accumulating x [k > 1]``; reduce: the same with `reduce` alone;
-    update: `update`. `power` above 1, and the jump, are what no line foresees.
+    forward and backward: ``fixed + sample x s + output x m + accumulating x [k > 1]``; reduce: the
+    same with `reduce` alone; update: `update`. `power` above 1, and the jump, are what no line
+    foresees.
     """
 
     total: float
@@ -173,7 +174,8 @@ class Problem:
             steps, shards = _rows(list(_undominated(self.space())))
             fits = self.fits(steps, shards)
             return float(self.B / self.step_times_s(steps, shards)[fits].min()) if fits.any() else None
-        # the bound of a micro-batch and a number of cards is quick, the exact time is not: only where the bound is promising
+        # the bound of a micro-batch and a number of cards is quick, the exact time is not: only
+        # where the bound is promising
         promising = sorted(bound for k, m in _micro_batches(self.B) for bound in self._bounds_of_each(k, m))
         best = math.inf
         for bound, k, m, count in promising:

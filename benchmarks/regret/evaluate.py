@@ -2,10 +2,11 @@
 
     python -m benchmarks.regret [--problems 500] [--others 100] [--first-seed 10000] [--no-workloads] [--out DIR]
 
-Two parts. Drawn problems (`benchmarks.problems.draw`): a known truth with noise, so that the exhaustive optimum is known. All
-searches see the same problems: Optuna's samplers through `find_best_split`, and the ways of other tools imitated where
-there is no model to run. Then real workloads on virtual GPUs: every split measured, beside the guided search and the
-tools themselves. Regret is what the chosen split's true samples/s lack to the optimum's, 1 where nothing was found.
+Two parts. Drawn problems (`benchmarks.problems.draw`): a known truth with noise, so that the
+exhaustive optimum is known. All searches see the same problems: Optuna's samplers through
+`find_best_split`, and the ways of other tools imitated where there is no model to run. Then real
+workloads on virtual GPUs: every split measured, beside the guided search and the tools themselves.
+Regret is what the chosen split's true samples/s lack to the optimum's, 1 where nothing was found.
 """
 
 from __future__ import annotations

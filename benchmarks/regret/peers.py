@@ -1,7 +1,8 @@
 """Batch-size finders that people use, run as they are, on virtual GPUs or real ones: Accelerate's, Lightning's, and none.
 
-Each looks for the largest micro-batch under the even split. Where it finds m samples, training keeps its global batch B
-with ``k = ceil(B / m)`` accumulation steps, and that split is measured by splittune's own `Profiler`, as every split is.
+Each looks for the largest micro-batch under the even split. Where it finds m samples, training
+keeps its global batch B with ``k = ceil(B / m)`` accumulation steps, and that split is measured by
+splittune's own `Profiler`, as every split is.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python -m benchmarks.wrapper.cuda [--out benchmarks/results]
 
-Prints, for each engine, the largest relative difference of the gradients from one device's, and the median host time of a
-micro-step (the host's, since the card runs the three replicas one after another). Writes ``wrapper_cuda.csv`` with the
-card, its driver and the versions. ``--device cpu`` runs the same script without a card, to see that it works: its times
-say nothing, and nothing is written.
+Prints, for each engine, the largest relative difference of the gradients from one device's, and the
+median host time of a micro-step (the host's, since the card runs the three replicas one after
+another). Writes ``wrapper_cuda.csv`` with the card, its driver and the versions. ``--device cpu``
+runs the same script without a card, to see that it works: its times say nothing, and nothing is
+written.
 """
 
 from __future__ import annotations

@@ -49,9 +49,10 @@ class SplitConfig(ConfigData):
     ) -> SplitModule:
         """The module to train with: `model` on its devices, every micro-batch spread as it was tuned.
 
-        With `loss_fn`, each device computes the loss of its own part: ``loss = wrapped(inputs, targets)``, and GPU 0 holds
-        no outputs of the others. `weight_fn(targets)` counts tokens where the loss is a mean over tokens. `engine` "torch"
-        copies parameters at every micro-batch, as nn.DataParallel does: a way out where windows do not fit the job.
+        With `loss_fn`, each device computes the loss of its own part: ``loss = wrapped(inputs,
+        targets)``, and GPU 0 holds no outputs of the others. `weight_fn(targets)` counts tokens
+        where the loss is a mean over tokens. `engine` "torch" copies parameters at every
+        micro-batch, as nn.DataParallel does: a way out where windows do not fit the job.
 
         `devices` None takes those the config was tuned on, virtual ones included; to train on real cards what was
         planned on virtual ones, name them: ``wrap(model, devices=["cuda:0", "cuda:1"])``, 'GPU 0' first. `hardware`
@@ -106,10 +107,12 @@ class SplitConfig(ConfigData):
     def micro_batches(self, batch: Any, model: SplitModule | None = None) -> Iterator[MicroBatch]:
         """`batch`, as the loader nests it, cut along dimension 0 into the micro-batches of one optimizer step.
 
-        A full batch has `split.accumulation_steps` of them, of `split.micro_batch_sizes`. A short one (the loader's
-        last) takes the fewest whose sizes, differing by at most one, exceed no tuned micro-batch. Weights sum to 1.
-        Given the wrapped `model`, all but the last are yielded inside its `no_sync`: parameters and gradients then travel
-        once a step instead of once a micro-batch, and weights are those of its `weight_fn` where it has one. Worked: tuned for 64 in 4 steps, a batch of 20 gives ceil(20 / 16) = 2 micro-batches of 10.
+        A full batch has `split.accumulation_steps` of them, of `split.micro_batch_sizes`. A short
+        one (the loader's last) takes the fewest whose sizes, differing by at most one, exceed no
+        tuned micro-batch. Weights sum to 1. Given the wrapped `model`, all but the last are yielded
+        inside its `no_sync`: parameters and gradients then travel once a step instead of once a
+        micro-batch, and weights are those of its `weight_fn` where it has one. Worked: tuned for 64
+        in 4 steps, a batch of 20 gives ceil(20 / 16) = 2 micro-batches of 10.
 
         Raises:
             ConfigError: at the call, before anything is yielded: no sample, more samples than the config was tuned

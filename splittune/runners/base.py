@@ -68,7 +68,8 @@ class JobFacts:
     has_batch_norm: bool
     cards: DeviceSnapshot
     loader_samples_per_s: float | None = None
-    """What the loader gives by itself; None on virtual devices, whose time is no clock's, and where it cannot be told."""
+    """What the loader gives by itself; None on virtual devices, whose time is no clock's, and where
+    it cannot be told."""
     loader_advice: str = ""
     """What would make it faster."""
     no_replica_loss: str | None = None

@@ -67,8 +67,9 @@ class InProcessRunner:
     def close(self) -> None:
         """Leave job and devices as they were found; Ctrl-C waits until that is done.
 
-        After a CUDA error that spoils the devices for this process nothing is asked of them: what lives there is lost, and
-        asking would raise anew and hide that error. What lives on the host is put back all the same.
+        After a CUDA error that spoils the devices for this process nothing is asked of them: what
+        lives there is lost, and asking would raise anew and hide that error. What lives on the host
+        is put back all the same.
         """
         if self._snapshot is None:
             return

@@ -55,9 +55,10 @@ def fit_shards(micro_batch_size: int, shard_sizes: Sequence[int], min_shard_size
     exceeds its tuned size. Ties go to the later device, away from GPU 0. Example:
     ``fit_shards(5, (2, 4, 4))`` gives ``(1, 2, 2)``.
 
-    Where that leaves a device fewer than `min_shard_size` samples, as BatchNorm cannot train on one, the micro-batch
-    goes to the most devices that all get as many, those with the largest shares: ``fit_shards(5, (2, 4, 4), 2)`` gives
-    ``(0, 2, 3)``. Where no choice of devices does it, the minimum gives way: ``fit_shards(3, (2, 2), 2)`` is ``(1, 2)``.
+    Where that leaves a device fewer than `min_shard_size` samples, as BatchNorm cannot train on
+    one, the micro-batch goes to the most devices that all get as many, those with the largest
+    shares: ``fit_shards(5, (2, 4, 4), 2)`` gives ``(0, 2, 3)``. Where no choice of devices does it,
+    the minimum gives way: ``fit_shards(3, (2, 2), 2)`` is ``(1, 2)``.
 
     Raises:
         InvalidSplitError: the micro-batch is larger than the sum of the shards: somebody would

@@ -89,9 +89,10 @@ _ANYTHING = Forward(None)
 def call_for(batch: Any, *, has_loss_fn: bool, forward: Forward = _ANYTHING) -> ModelCall:
     """How a loader's batch becomes a call.
 
-    - ``(inputs, targets)``: ``model(inputs)``; of three or more entries the last is the targets. `inputs` that are
-      themselves a tuple or list are spread as positional arguments, a dict as keywords. Without a `loss_fn` a model that
-      demands the targets as well gets them last, and its output must carry the loss;
+    - ``(inputs, targets)``: ``model(inputs)``; of three or more entries the last is the targets.
+      `inputs` that are themselves a tuple or list are spread as positional arguments, a dict as
+      keywords. Without a `loss_fn` a model that demands the targets as well gets them last, and its
+      output must carry the loss;
     - a dict: ``model(**batch)``, whose output must carry the loss; with a `loss_fn`, or where `forward` takes no such
       keyword, the targets are its entry 'labels', 'label', 'targets', 'target' or 'y', and the model gets the others;
     - a tensor, or a tuple of one: ``model(tensor)``, whose output must be or carry the loss.

@@ -54,7 +54,8 @@ def measure_loader_rate(
 def describe_slow_loader(advice: str, loader_rate: float, needed_rate: float) -> str | None:
     """What to tell the user of a loader that gives fewer samples a second than `needed_rate`; None where it gives enough.
 
-    `advice` is `what_to_set`. Example: ``"The loader gives 850 samples/s and the cards train 1,200: ... Set num_workers=4 or so (it is 0) ..."``.
+    `advice` is `what_to_set`. Example: ``"The loader gives 850 samples/s and the cards train 1,200:
+    ... Set num_workers=4 or so (it is 0) ..."``.
     """
     if loader_rate >= needed_rate:
         return None

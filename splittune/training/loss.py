@@ -18,10 +18,11 @@ _STEP_FN = "Give loss_fn=, or step_fn=lambda model, batch: ... for a step of you
 def infer_loss(output: Any, targets: Any) -> tuple[Tensor, str]:
     """The loss where the user gave no function, and what was inferred, in words.
 
-    A scalar output is the loss; an output with ``.loss`` or ``["loss"]`` carries it, and so does a tuple with one scalar
-    in it, ``(logits, loss)``; of a dict of nothing but losses, a detector's, it is the sum. Else cross-entropy for
-    integer targets (two or more classes, along the last dimension where the targets have the output's other ones, else
-    along dimension 1), and mean squared error for floating targets of the output's shape.
+    A scalar output is the loss; an output with ``.loss`` or ``["loss"]`` carries it, and so does a
+    tuple with one scalar in it, ``(logits, loss)``; of a dict of nothing but losses, a detector's,
+    it is the sum. Else cross-entropy for integer targets (two or more classes, along the last
+    dimension where the targets have the output's other ones, else along dimension 1), and mean
+    squared error for floating targets of the output's shape.
 
     Raises:
         ConfigError: none of these applies; the message shows both shapes.

@@ -27,12 +27,13 @@ logger = logging.getLogger(__name__)
 class Snapshot:
     """Model, optimizer, random number generators, the loader's generators and what a step reaches besides, at one moment.
 
-    Kept: every parameter and buffer (which object, its values, its device), gradients, requires_grad, train or eval mode
-    and hooks of each submodule, the optimizer's state, groups and parameters, the generators of torch on the CPU and each CUDA
-    device, of Python and of NumPy where it is loaded, and those the loader was given. `restore` puts all of it back into
-    the same objects and may be called any number of times. Gradients are taken off the parameters, so that they hold no
-    device memory meanwhile. Other attributes of modules, of their `config`, of optimizer and loader get back the object
-    they held.
+    Kept: every parameter and buffer (which object, its values, its device), gradients,
+    requires_grad, train or eval mode and hooks of each submodule, the optimizer's state, groups and
+    parameters, the generators of torch on the CPU and each CUDA device, of Python and of NumPy
+    where it is loaded, and those the loader was given. `restore` puts all of it back into the same
+    objects and may be called any number of times. Gradients are taken off the parameters, so that
+    they hold no device memory meanwhile. Other attributes of modules, of their `config`, of
+    optimizer and loader get back the object they held.
 
     The same holds for what `reach` finds from the model and from `others`: further modules and optimizers, schedulers,
     gradient scalers and other objects with a ``state_dict()``, plain tensors, generators, and the dicts, lists and

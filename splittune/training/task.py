@@ -45,16 +45,19 @@ class TrainingTask:
     optimizer: OptimizerLike | None = None
     """An instance, or a callable from parameters to one; None for AdamW."""
     step_fn: StepFunction | None = None
-    """``step_fn(model, batch) -> loss`` in place of calling the model and `loss_fn`; the model it gets is the wrapper."""
+    """``step_fn(model, batch) -> loss`` in place of calling the model and `loss_fn`; the model it
+    gets is the wrapper."""
     autocast_dtype: torch.dtype | None = None
     """The dtype of torch.autocast around forward and loss; None for none."""
     global_batch_size: int | None = None
     """Samples behind one optimizer step; None for the loader's batch size."""
     grad_scaler: torch.amp.GradScaler | None = None
-    """Scales the loss, and takes the optimizer's steps, as ``scaler.scale(loss).backward(); scaler.step(optimizer)`` does."""
+    """Scales the loss, and takes the optimizer's steps, as ``scaler.scale(loss).backward();
+    scaler.step(optimizer)`` does."""
     other_state: Sequence[object] = ()
-    """What else training changes or needs, ``(discriminator, its_optimizer, ema)``: modules, optimizers, schedulers, scalers,
-    any object with attributes. What `loss_fn` and `step_fn` close over, are bound to or name is found without."""
+    """What else training changes or needs, ``(discriminator, its_optimizer, ema)``: modules,
+    optimizers, schedulers, scalers, any object with attributes. What `loss_fn` and `step_fn` close
+    over, are bound to or name is found without."""
     _said: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _forward: Forward | None = field(default=None, init=False, repr=False, compare=False)
     _reached: Reached | None = field(default=None, init=False, repr=False, compare=False)
@@ -93,8 +96,9 @@ class TrainingTask:
     def place_others(self, hardware: Hardware) -> None:
         """Have `hardware` account for the job's further models and optimizers as it does for the model's.
 
-        Those are what `loss_fn`, `step_fn` and `other_state` reach: a discriminator, a teacher. On real devices they are where
-        the user put them; on virtual ones they are taken to live on GPU 0, with the outputs, which is said.
+        Those are what `loss_fn`, `step_fn` and `other_state` reach: a discriminator, a teacher. On
+        real devices they are where the user put them; on virtual ones they are taken to live on GPU
+        0, with the outputs, which is said.
         """
         if self._reached is None:
             self._reached = reach((self.loss_fn, self.step_fn, *self.other_state))

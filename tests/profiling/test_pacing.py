@@ -232,7 +232,8 @@ def test_a_round_whose_step_was_skipped_counts_nowhere() -> None:
     """Its micro-steps and its update are forgotten and run again; the first step, that makes the state, is repeated too."""
     job = Job(FakeHardware(is_modelled=True, durations_s=count(1.0)), grad_scaler=Skips(1, 4))
     trial = job.profiler.measure(split(2))
-    # 1: skipped; 2: the first step; then a single one, and its update; 4: a round that is skipped; the round that counts
+    # 1: skipped; 2: the first step; then a single one, and its update; 4: a round that is skipped;
+    # the round that counts
     assert job.steps == [32, 32, "update", 32, "update", 32, 32, 32, 32, "update"]
     assert trial.micro_step_times_s == (8.0, 9.0)
     assert trial.update_times_s == (10.0,)

@@ -28,7 +28,8 @@ class Job(KnownProblem):
     headroom_fraction: float = 0.05
     """The part of its memory, as far as others leave it, that every device must keep free."""
     tells_all: bool = True
-    """Whether a trial tells the peaks of single phases, what is held at rest, and readings where it ran out of memory."""
+    """Whether a trial tells the peaks of single phases, what is held at rest, and readings where it
+    ran out of memory."""
     oom: Literal["named", "silent", "readings"] = "named"
     """How a lack of memory looks: the message names the device; it does not; or the steps run, and readings show it."""
 

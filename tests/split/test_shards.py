@@ -77,8 +77,9 @@ def test_even_shards_example() -> None:
 
 BROKEN = "breaks"
 
-# (micro-batch, devices, GPU 0's share), what BalancedDataParallel makes of it, what we make of it. Its unit is
-# (batch - share) // (devices - 1); a share that is not below the unit falls back to DataParallel's even chunks, silently.
+# (micro-batch, devices, GPU 0's share), what BalancedDataParallel makes of it, what we make of it.
+# Its unit is (batch - share) // (devices - 1); a share that is not below the unit falls back to
+# DataParallel's even chunks, silently.
 BALANCED_DATA_PARALLEL = [
     pytest.param(13, 4, 3, (4, 4, 4, 1), (3, 4, 3, 3), id="fallback gives GPU 0 more than asked"),
     pytest.param(14, 4, 3, (4, 4, 4, 2), (3, 4, 4, 3), id="and starves the last GPU"),

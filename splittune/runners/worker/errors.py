@@ -35,7 +35,8 @@ def rebuild_error(data: Mapping[str, Any]) -> BaseException:
     It is caught as the nearest of its classes that is loaded here: a class of a job's file that only the worker has
     loaded is caught as the class it was derived from. Attributes besides the message are not carried over.
 
-    Example: ``class LabelError(ValueError)`` of job.py arrives as a ``job.LabelError`` that `except ValueError` catches.
+    Example: ``class LabelError(ValueError)`` of job.py arrives as a ``job.LabelError`` that `except
+    ValueError` catches.
     """
     (module, name), text = data["kinds"][0], data["text"]
     error: BaseException | None = None

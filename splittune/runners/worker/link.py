@@ -48,9 +48,9 @@ class WorkerEndedError(Exception):
 class WorkerLink:
     """One worker process: `send` it requests, `receive` what it answers; it ends with `hang_up` or `kill`.
 
-    The process is in a session of its own, so that Ctrl-C in a terminal reaches the tuner alone, and the worker with all
-    it started can be killed together. What it prints comes out where this process prints, by lines: above a progress
-    bar, and in a notebook's cell.
+    The process is in a session of its own, so that Ctrl-C in a terminal reaches the tuner alone,
+    and the worker with all it started can be killed together. What it prints comes out where this
+    process prints, by lines: above a progress bar, and in a notebook's cell.
 
     Args:
         folder: its working directory.

@@ -135,8 +135,9 @@ def _opened(order: Mapping[str, Any], tuner: _Tuner) -> _Trials:
 class _Trials:
     """Runs the trials that are asked for, with one profiler for all that have the same demands.
 
-    A profiler compares a trial with those before: what other programs held, whether devices are warm, the fastest split.
-    As the tuner's own would, it lasts as long as the worker; what it knew is lost where a worker ends and is replaced.
+    A profiler compares a trial with those before: what other programs held, whether devices are
+    warm, the fastest split. As the tuner's own would, it lasts as long as the worker; what it knew
+    is lost where a worker ends and is replaced.
     """
 
     def __init__(self, runner: InProcessRunner) -> None:
