@@ -171,9 +171,6 @@ def linear_job(
     return replace(made, headroom_fraction=0.0, tells_all=False, oom=oom)
 
 
-Problem = linear_job  # until tests/search/models calls it by its name
-
-
 def split(B: int, steps: int, *shards: int) -> BatchSplit:
     return BatchSplit(global_batch_size=B, accumulation_steps=steps, shard_sizes=shards)
 
