@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.attempts import Attempt
 from splittune.split import BatchSplit, SplitSpace
 
 
@@ -26,3 +28,13 @@ def undominated(space: SplitSpace) -> list[BatchSplit]:
     for split in space:
         fewest.setdefault(split.micro_batch_size, split.accumulation_steps)
     return [split for split in space if fewest[split.micro_batch_size] == split.accumulation_steps]
+
+
+@st.composite
+def failures(draw: st.DrawFn, space: SplitSpace) -> Attempt:
+    """A split that ran out of memory, on devices that are known or not, or crashed."""
+    split = draw(st.sampled_from(list(space)))
+    lacking = draw(st.sets(st.integers(0, space.num_devices - 1)))
+    if draw(st.booleans()):
+        return Attempt(measurement=Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY), lacking=frozenset(lacking))
+    return Attempt(measurement=Measurement(split=split, outcome=Outcome.CRASHED))

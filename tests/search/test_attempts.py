@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.attempts import Attempt, lacking_devices
-from splittune.split import BatchSplit
+from splittune.split import BatchSplit, SplitSpace
 from tests.search.problem import linear_job, rows
+from tests.search.spaces import failures, spaces
 
 
 def split_of(steps: int, *shards: int) -> BatchSplit:
@@ -49,6 +51,34 @@ def test_only_lack_of_memory_rules_out() -> None:
     """A crash says nothing about other splits."""
     crashed = Attempt(measurement=Measurement(split=split_of(2, 8, 8), outcome=Outcome.CRASHED))
     assert not crashed.rules_out(split_of(2, 8, 8))
+
+
+@given(data=st.data(), space=spaces())
+def test_what_is_ruled_out_is_no_easier_on_a_device_that_failed(data: st.DataObject, space: SplitSpace) -> None:
+    """For any failure and any split of a space, the rule in words: as large a micro-batch, and as large a shard."""
+    failure = data.draw(failures(space))
+    failed, splits = failure.split, list(space)
+
+    def must_fail(split: BatchSplit) -> bool:
+        if not failure.lacks_memory or split.micro_batch_size < failed.micro_batch_size:
+            return False
+        if split.accumulation_steps == 1 and failed.accumulation_steps > 1:
+            return False
+        larger = [own >= other for own, other in zip(split.shard_sizes, failed.shard_sizes, strict=True)]
+        return any(larger[device] for device in failure.lacking) if failure.lacking else all(larger)
+
+    assert failure.rules_out_each(*rows(splits)).tolist() == [must_fail(split) for split in splits]
+    assert failure.rules_out(splits[-1]) == must_fail(splits[-1])
+
+
+def test_the_largest_shards_left_open() -> None:
+    """GPU 0 lacked memory with 8 of 16 samples in 2 steps: 7 are left open there, as many as there are elsewhere."""
+    failed = out_of_memory(split_of(2, 8, 8), 0)
+    steps, micro_batches = np.array([2.0, 2.0, 1.0, 4.0]), np.array([16.0, 20.0, 32.0, 8.0])
+    open_shards = failed.largest_open_shards(steps, micro_batches)
+    assert open_shards[:, 0].tolist() == [7, 7, np.inf, np.inf]
+    assert np.isinf(open_shards[:, 1]).all()
+    assert out_of_memory(split_of(4, 0, 8), 0).largest_open_shards(steps[:1], micro_batches[:1])[0, 0] == -1
 
 
 @given(data=st.data())

@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt
 from splittune.search.candidates.table import (
     MAX_LISTED,
     MAX_SHARES_PER_MICRO_BATCH,
@@ -23,7 +21,7 @@ from splittune.search.candidates.table import (
     singles_table,
 )
 from splittune.split import BatchSplit, SplitSpace
-from tests.search.spaces import spaces, undominated
+from tests.search.spaces import failures, spaces, undominated
 
 
 def splits_of(table: SplitTable) -> list[BatchSplit]:
@@ -93,25 +91,15 @@ def test_huge_batches_vary_gpu0s_share_in_grains() -> None:
     assert fine.where(fine.micro_batch_sizes == 1000).shards[:, 0].tolist() == list(range(1001))
 
 
-@st.composite
-def failures(draw: st.DrawFn, space: SplitSpace) -> Attempt:
-    split = draw(st.sampled_from(list(space)))
-    lacking = draw(st.sets(st.integers(0, space.num_devices - 1)))
-    if draw(st.booleans()):
-        return Attempt(measurement=Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY), lacking=frozenset(lacking))
-    return Attempt(measurement=Measurement(split=split, outcome=Outcome.CRASHED))
-
-
 @given(data=st.data(), space=spaces())
-def test_open_rows_are_those_that_no_attempt_measured_or_ruled_out(data: st.DataObject, space: SplitSpace) -> None:
-    """All rows at once are judged as `Attempt.rules_out` judges each."""
-    attempts = data.draw(st.lists(failures(space), max_size=3))
+def test_open_rows_are_those_that_no_trial_measured_or_ruled_out(data: st.DataObject, space: SplitSpace) -> None:
+    """All rows at once are judged as one by one; `rules_out` has a test of its own."""
+    trials = data.draw(st.lists(failures(space), max_size=3))
     table = listed_table(space)
     one_by_one = [
-        not any(attempt.split == split or attempt.rules_out(split) for attempt in attempts)
-        for split in splits_of(table)
+        not any(trial.split == split or trial.rules_out(split) for trial in trials) for split in table.splits()
     ]
-    assert open_rows(table, attempts).tolist() == one_by_one
+    assert open_rows(table, trials).tolist() == one_by_one
 
 
 def test_singles_are_one_card_for_all() -> None:
