@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.stage import Findings, Measured, Stage, mib, percent, relative
 from benchmarks.jobs.gpu_models import FAMILIES, OPTIMIZERS, Family, make
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search import Attempt, MemoryModel, TimeModel
+from splittune.search import JudgedTrial, MemoryModel, TimeModel
 from splittune.split import BatchSplit
 
 # The smallest first, as a search goes; the last one, the whole batch at once, is what counts.
@@ -71,16 +71,16 @@ def _job_rows(stage: Stage, findings: Findings, family: Family, job: Job) -> lis
         optimizer=optimizer, autocast_dtype=autocast_dtype, is_checkpointed=is_checkpointed, seed=stage.seed
     )
     rows: list[dict[str, Any]] = []
-    attempts: list[Attempt] = []
+    trials: list[JudgedTrial] = []
     with Measured(task, stage.hardware) as measured:
         for accumulation_steps in STEPS:
             split = measured.split(accumulation_steps)
-            foretold = _foretold(attempts, split)
+            foretold = _foretold(trials, split)
             measurement = measured.profiler.measure(split)
             if measurement.outcome is not Outcome.OK:
                 findings.check(f"{_title(job)} runs at {accumulation_steps} steps", False, measurement.message[:120])
                 break
-            if attempts:
+            if trials:
                 rows.append(
                     {
                         "model": name,
@@ -89,28 +89,28 @@ def _job_rows(stage: Stage, findings: Findings, family: Family, job: Job) -> lis
                         "is_checkpointed": is_checkpointed,
                         "accumulation_steps": accumulation_steps,
                         "micro_batch_size": split.micro_batch_size,
-                        "num_known": len(attempts),
+                        "num_known": len(trials),
                         "is_whole_batch": accumulation_steps == STEPS[-1],
                         **_beside(measurement, foretold),
                     }
                 )
-            attempts.append(Attempt(measurement=measurement))
+            trials.append(JudgedTrial(measurement=measurement))
     return rows
 
 
-def _foretold(attempts: Sequence[Attempt], split: BatchSplit) -> dict[str, float]:
+def _foretold(trials: Sequence[JudgedTrial], split: BatchSplit) -> dict[str, float]:
     """What the search's models say of the split, by the trials so far."""
-    if not attempts:
+    if not trials:
         return {}
     steps, shards = np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float)
-    needed = MemoryModel(attempts, split.num_devices).needed(steps, shards)
+    needed = MemoryModel(trials, split.num_devices).needed(steps, shards)
     foretold = {
         "least_bytes": float(needed.least[0, 0]),
         "likely_bytes": float(needed.likely[0, 0]),
         "most_bytes": float(needed.most[0, 0]),
     }
-    if len(attempts) >= MIN_TIMED:
-        times = TimeModel(attempts).predict(steps, shards)
+    if len(trials) >= MIN_TIMED:
+        times = TimeModel(trials).predict(steps, shards)
         foretold |= {"step_s": float(np.exp(times.log_s[0])), "deviation": float(times.deviation[0])}
     return foretold
 

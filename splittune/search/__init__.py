@@ -1,6 +1,6 @@
 """The search for the best split: it sees only `measure`, never a device."""
 
-from splittune.search.attempts import Attempt
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
 from splittune.search.models.step_time import TimeModel
 from splittune.search.result import SearchResult, Trial
@@ -13,8 +13,8 @@ from splittune.search.study import find_best_split
 __all__ = [
     "DEFAULT_SAMPLER",
     "SAMPLER_NAMES",
-    "Attempt",
     "GuidedSampler",
+    "JudgedTrial",
     "MemoryModel",
     "SearchResult",
     "TimeModel",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from splittune.hardware.base import largest_readings
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.profiling.noise import relative_standard_error
-from splittune.search.attempts import Attempt, rank
+from splittune.search.judged_trials import JudgedTrial, rank
 
 if TYPE_CHECKING:
     from splittune.split import BatchSplit
@@ -38,10 +38,10 @@ class Confirmed:
 
 def confirm_finalists(
     even_splits: Sequence[BatchSplit],
-    attempts: Sequence[Attempt],
+    trials: Sequence[JudgedTrial],
     measure_again: Callable[[BatchSplit, str, int], Measurement],
 ) -> Confirmed:
-    """Measure the finalists among `attempts` once more, by `measure_again(split, reason, turn)`.
+    """Measure the finalists among `trials` once more, by `measure_again(split, reason, turn)`.
 
     1. The baseline. One that does not fit again gives way to the measured even split with the next
        more steps.
@@ -54,7 +54,7 @@ def confirm_finalists(
     most headroom wins, then the one that was faster before. A split at which the allocator had to
     retry gives way to one that is close.
     """
-    fitting = sorted((attempt.measurement for attempt in attempts if attempt.fits), key=rank)
+    fitting = sorted((trial.measurement for trial in trials if trial.fits), key=rank)
     fits = {measurement.split for measurement in fitting}
     confirmed: dict[BatchSplit, Measurement] = {}
 

@@ -16,10 +16,10 @@ from optuna.trial import TrialState
 from splittune.checks import checked_int
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import Measurement
-from splittune.search.attempts import Attempt, lacking_devices
 from splittune.search.candidates.table import even_table
 from splittune.search.finalists import confirm_finalists
 from splittune.search.headroom import headroom_demands
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.no_feasible import no_feasible_split
 from splittune.search.result import SearchResult, Stopped, Trial
 from splittune.search.samplers.filtered import FilteredSampler
@@ -112,37 +112,39 @@ class _Search:
     demands: tuple[int, ...]
     on_trial: Callable[[Trial], None] | None
     clock: Callable[[], float]
-    attempts: list[Attempt] = field(default_factory=list)
+    judged: list[JudgedTrial] = field(default_factory=list)
+    """The searched splits, oldest first."""
     trials: list[Trial] = field(default_factory=list)
+    """What is handed back: the same, then the confirmations."""
 
     def resume(self) -> None:
         """Read back the finished trials of an earlier run."""
         for stored in records.finished_trials(self.study):
-            attempt = records.attempt_of(stored, self.demands)
+            judged = records.judged_trial_of(stored, self.demands)
             reason, elapsed_s = stored.user_attrs["reason"], stored.user_attrs["elapsed_s"]
-            self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=True)
+            self._finish_search_trial(judged, reason, elapsed_s, is_resumed=True)
 
     def run(self, measure: Measure, max_trials: int, timeout_s: float | None) -> Stopped:
         """Search until a limit is reached; says which."""
         started = self.clock()
         while True:
-            if len(self.attempts) >= max_trials:
+            if len(self.judged) >= max_trials:
                 return "max_trials"
             if timeout_s is not None and self.clock() - started >= timeout_s:
                 return "timeout"
-            stopped = self.sampler.why_stop(self.attempts)
+            stopped = self.sampler.why_stop(self.judged)
             if stopped is not None:
                 return stopped
             self._search_one(measure)
 
     def conclude(self, confirm: Measure, stopped: Stopped) -> SearchResult:
         """Confirm the finalists and choose."""
-        round_of = len(self.attempts)
+        round_of = len(self.judged)
 
         def measure_again(split: BatchSplit, reason: str, turn: int) -> Measurement:
             return self._confirm_one(confirm, split, reason, f"{round_of}:{turn}")
 
-        confirmed = confirm_finalists(even_table(self.space).splits(), self.attempts, measure_again)
+        confirmed = confirm_finalists(even_table(self.space).splits(), self.judged, measure_again)
         if confirmed.best is None:
             raise no_feasible_split(self.trials, stopped, self.demands)
         return SearchResult(
@@ -150,7 +152,7 @@ class _Search:
             baseline=confirmed.baseline,
             trials=tuple(self.trials),
             stopped=stopped,
-            warnings=self.sampler.warnings(self.attempts),
+            warnings=self.sampler.warnings(self.judged),
         )
 
     def _search_one(self, measure: Measure) -> None:
@@ -163,12 +165,12 @@ class _Search:
                 self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
             raise
         with deferred():  # Ctrl-C does not undo what was measured
-            attempt = Attempt(measurement=measurement, lacking=lacking_devices(measurement, self.demands))
+            judged = JudgedTrial.of(measurement, self.demands)
             try:
                 trial.set_user_attr("elapsed_s", elapsed_s)
-                records.tell(self.study, trial, attempt, min_headroom_bytes=self.demands, reason=reason)
+                records.tell(self.study, trial, judged, min_headroom_bytes=self.demands, reason=reason)
             finally:  # where it cannot be stored, the caller has it all the same
-                self._finish_search_trial(attempt, reason, elapsed_s, is_resumed=False)
+                self._finish_search_trial(judged, reason, elapsed_s, is_resumed=False)
 
     def _confirm_one(self, confirm: Measure, split: BatchSplit, reason: str, round_of: str) -> Measurement:
         """Confirmations belong to the search as it was: when it goes on, all are measured anew."""
@@ -197,9 +199,9 @@ class _Search:
             )
         return measurement.judged(self.demands), elapsed_s
 
-    def _finish_search_trial(self, attempt: Attempt, reason: str, elapsed_s: float, *, is_resumed: bool) -> None:
-        self.attempts.append(attempt)
-        self._report("search", attempt.measurement, reason, elapsed_s, is_resumed=is_resumed)
+    def _finish_search_trial(self, judged: JudgedTrial, reason: str, elapsed_s: float, *, is_resumed: bool) -> None:
+        self.judged.append(judged)
+        self._report("search", judged.measurement, reason, elapsed_s, is_resumed=is_resumed)
 
     def _report(
         self,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from benchmarks.problems.problem import CardMemory, CardTime
 from benchmarks.problems.problem import Problem as KnownProblem
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt, lacking_devices
+from splittune.search.judged_trials import JudgedTrial
 from splittune.split import BatchSplit
 
 MIB = 1024**2
@@ -179,14 +179,13 @@ def even(B: int, steps: int, num_devices: int) -> BatchSplit:
     return BatchSplit.even(global_batch_size=B, accumulation_steps=steps, num_devices=num_devices)
 
 
-def trial(problem: KnownProblem, tried: BatchSplit, demands: Sequence[int] = ()) -> Attempt:
+def trial(problem: KnownProblem, tried: BatchSplit, demands: Sequence[int] = ()) -> JudgedTrial:
     """What the search makes of a trial; without any demand for headroom unless given."""
     demands = demands or (0,) * problem.num_devices
-    measurement = problem.measure(tried).judged(demands)
-    return Attempt(measurement=measurement, lacking=lacking_devices(measurement, demands))
+    return JudgedTrial.of(problem.measure(tried), demands)
 
 
-def trials(problem: KnownProblem, tried: Sequence[BatchSplit]) -> list[Attempt]:
+def trials(problem: KnownProblem, tried: Sequence[BatchSplit]) -> list[JudgedTrial]:
     return [trial(problem, one) for one in tried]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt
+from splittune.search.judged_trials import JudgedTrial
 from splittune.split import BatchSplit, SplitSpace
 
 
@@ -31,10 +31,12 @@ def undominated(space: SplitSpace) -> list[BatchSplit]:
 
 
 @st.composite
-def failures(draw: st.DrawFn, space: SplitSpace) -> Attempt:
+def failures(draw: st.DrawFn, space: SplitSpace) -> JudgedTrial:
     """A split that ran out of memory, on devices that are known or not, or crashed."""
     split = draw(st.sampled_from(list(space)))
-    lacking = draw(st.sets(st.integers(0, space.num_devices - 1)))
+    oom_devices = draw(st.sets(st.integers(0, space.num_devices - 1)))
     if draw(st.booleans()):
-        return Attempt(measurement=Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY), lacking=frozenset(lacking))
-    return Attempt(measurement=Measurement(split=split, outcome=Outcome.CRASHED))
+        return JudgedTrial(
+            measurement=Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY), oom_devices=frozenset(oom_devices)
+        )
+    return JudgedTrial(measurement=Measurement(split=split, outcome=Outcome.CRASHED))

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt
 from splittune.search.finalists import confirm_finalists
+from splittune.search.judged_trials import JudgedTrial
 from splittune.split import BatchSplit, SplitSpace
 
 SPACE = SplitSpace(global_batch_size=12, num_devices=2)
@@ -53,15 +53,15 @@ class Again:
         return self.answers[split, turn]
 
 
-def attempts(*measurements: Measurement) -> list[Attempt]:
-    return [Attempt(measurement=measurement) for measurement in measurements]
+def trials(*measurements: Measurement) -> list[JudgedTrial]:
+    return [JudgedTrial(measurement=measurement) for measurement in measurements]
 
 
 def test_the_three_fastest_and_the_baseline_are_measured_again() -> None:
     """Besides the baseline, which comes first, the best three are confirmed and no other."""
     searched = [ran(EVENS[1], 9.0), *(ran(uneven(share), float(share)) for share in (5, 2, 4, 3))]
     again = Again(*searched)
-    confirmed = confirm_finalists(EVENS, attempts(*searched), again)
+    confirmed = confirm_finalists(EVENS, trials(*searched), again)
     assert again.asked == [EVENS[1], uneven(2), uneven(3), uneven(4)]
     assert confirmed.best == ran(uneven(2), 2.0)
     assert confirmed.baseline == ran(EVENS[1], 9.0)
@@ -71,7 +71,7 @@ def test_the_fastest_as_confirmed_wins() -> None:
     """What was fastest in the search loses to what is fastest when measured again, the baseline included."""
     searched = [ran(EVENS[1], 9.0), ran(uneven(2), 2.0), ran(uneven(3), 3.0)]
     confirmed = confirm_finalists(
-        EVENS, attempts(*searched), Again(ran(EVENS[1], 4.0), ran(uneven(2), 8.0), ran(uneven(3), 5.0))
+        EVENS, trials(*searched), Again(ran(EVENS[1], 4.0), ran(uneven(2), 8.0), ran(uneven(3), 5.0))
     )
     assert confirmed.best == confirmed.baseline == ran(EVENS[1], 4.0)
 
@@ -80,7 +80,7 @@ def test_a_finalist_that_does_not_fit_again_gives_way_to_the_next() -> None:
     """A finalist that fails drops out, and the next best is confirmed in its place."""
     searched = [ran(EVENS[1], 9.0), *(ran(uneven(share), float(share)) for share in (2, 3, 4, 5))]
     again = Again(searched[0], failed(uneven(2)), *searched[2:])
-    confirmed = confirm_finalists(EVENS, attempts(*searched), again)
+    confirmed = confirm_finalists(EVENS, trials(*searched), again)
     assert again.asked == [EVENS[1], uneven(2), uneven(3), uneven(4), uneven(5)]
     assert confirmed.best == ran(uneven(3), 3.0)
 
@@ -88,20 +88,20 @@ def test_a_finalist_that_does_not_fit_again_gives_way_to_the_next() -> None:
 def test_a_baseline_that_does_not_fit_again_gives_way_to_more_steps() -> None:
     """The baseline is then the measured even split with the next more steps."""
     searched = [ran(EVENS[1], 2.0), ran(EVENS[3], 4.0)]
-    confirmed = confirm_finalists(EVENS, attempts(*searched), Again(failed(EVENS[1]), ran(EVENS[3], 4.0)))
+    confirmed = confirm_finalists(EVENS, trials(*searched), Again(failed(EVENS[1]), ran(EVENS[3], 4.0)))
     assert confirmed.baseline == confirmed.best == ran(EVENS[3], 4.0)
 
 
 def test_equals_go_to_more_headroom() -> None:
     """Of two equally fast splits the one that leaves more memory free wins."""
     searched = [ran(uneven(2), 2.0, headroom_bytes=10), ran(uneven(3), 2.0, headroom_bytes=20)]
-    assert confirm_finalists(EVENS, attempts(*searched), Again(*searched)).best == searched[1]
+    assert confirm_finalists(EVENS, trials(*searched), Again(*searched)).best == searched[1]
 
 
 def test_nothing_is_confirmed_when_nothing_fits_again() -> None:
     """Where every confirmation fails there is no best and no baseline."""
     searched = [ran(EVENS[1], 2.0), ran(uneven(3), 4.0)]
-    confirmed = confirm_finalists(EVENS, attempts(*searched), Again(failed(EVENS[1]), failed(uneven(3))))
+    confirmed = confirm_finalists(EVENS, trials(*searched), Again(failed(EVENS[1]), failed(uneven(3))))
     assert confirmed.best is None
     assert confirmed.baseline is None
 
@@ -118,7 +118,7 @@ def test_splits_too_close_to_call_are_measured_again_in_the_opposite_order() -> 
     """Those within the noise of the fastest take a second turn, last first; the others do not, and a third is never asked."""
     searched = [noisy(EVENS[1], 2.0), noisy(uneven(2), 1.0), noisy(uneven(3), 1.01), noisy(uneven(4), 1.02)]
     again = Again(*searched)
-    confirm_finalists(EVENS, attempts(*searched), again)
+    confirm_finalists(EVENS, trials(*searched), again)
     assert again.asked == [EVENS[1], *map(uneven, (2, 3, 4)), *map(uneven, (4, 3, 2))]
     assert again.turns == [1] * 4 + [2] * 3
 
@@ -127,7 +127,7 @@ def test_both_turns_count() -> None:
     """The winner holds the steps of both turns, and the largest peaks of either."""
     searched = [noisy(uneven(2), 1.0), noisy(uneven(3), 1.01, headroom_bytes=20)]
     second = (noisy(uneven(2), 1.05), ran(uneven(3), 1.0, 1.0, 1.0, headroom_bytes=30))
-    confirmed = confirm_finalists(EVENS, attempts(*searched), Again(*searched, second=second))
+    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched, second=second))
     assert confirmed.best is not None
     assert confirmed.best.split == uneven(3)
     assert confirmed.best.whole_step_times_s == (*searched[1].whole_step_times_s, 1.0, 1.0, 1.0)
@@ -138,7 +138,7 @@ def test_ties_within_the_noise_go_to_more_headroom() -> None:
     """Of splits that cannot be told apart the one that leaves more memory free wins, though it looked slower."""
     searched = [noisy(uneven(2), 1.0, headroom_bytes=10), noisy(uneven(3), 1.005, headroom_bytes=20)]
     searched.append(noisy(uneven(4), 1.2, headroom_bytes=30))
-    confirmed = confirm_finalists(EVENS, attempts(*searched), Again(*searched))
+    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched))
     assert confirmed.best is not None
     assert confirmed.best.split == uneven(3)
 
@@ -146,7 +146,7 @@ def test_ties_within_the_noise_go_to_more_headroom() -> None:
 def test_a_tie_never_goes_to_what_looks_slower_than_the_baseline() -> None:
     """A split within the noise of the baseline, and behind it, is not chosen for its headroom."""
     searched = [noisy(EVENS[1], 1.0), noisy(uneven(3), 1.005, headroom_bytes=20)]
-    confirmed = confirm_finalists(EVENS, attempts(*searched), Again(*searched))
+    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched))
     assert confirmed.best == confirmed.baseline
     assert confirmed.best is not None
     assert confirmed.best.split == EVENS[1]
@@ -156,7 +156,7 @@ def test_clocks_that_repeat_exactly_need_no_second_turn() -> None:
     """Without noise two splits are either equal or told apart at once."""
     searched = [ran(uneven(2), 1.0, 1.0, 1.0), ran(uneven(3), 1.0, 1.0, 1.0, headroom_bytes=20)]
     again = Again(*searched)
-    confirmed = confirm_finalists(EVENS, attempts(*searched), again)
+    confirmed = confirm_finalists(EVENS, trials(*searched), again)
     assert again.asked == [uneven(3), uneven(2)]
     assert confirmed.best == searched[1]
 
@@ -164,7 +164,7 @@ def test_clocks_that_repeat_exactly_need_no_second_turn() -> None:
 def test_a_finalist_that_fails_in_its_second_turn_is_out() -> None:
     """A split that lacks memory when measured once more does not win, however fast it was."""
     searched = [noisy(uneven(2), 1.0), noisy(uneven(3), 1.01)]
-    confirmed = confirm_finalists(EVENS, attempts(*searched), Again(*searched, second=(failed(uneven(2)),)))
+    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched, second=(failed(uneven(2)),)))
     assert confirmed.best is not None
     assert confirmed.best.split == uneven(3)
 
@@ -173,7 +173,7 @@ def test_a_baseline_that_fails_in_its_second_turn_gives_way_to_more_steps() -> N
     """Nothing is compared with a baseline that did not run: the next even split is measured in its place."""
     searched = [noisy(EVENS[1], 1.0), noisy(uneven(3), 1.01), noisy(EVENS[3], 4.0), noisy(EVENS[2], 3.0)]
     again = Again(*searched, second=(failed(EVENS[1]),))
-    confirmed = confirm_finalists(EVENS, attempts(*searched), again)
+    confirmed = confirm_finalists(EVENS, trials(*searched), again)
     assert confirmed.baseline == searched[3]
     assert confirmed.best is not None
     assert confirmed.best.split == uneven(3)
@@ -184,6 +184,6 @@ def test_a_split_on_the_edge_gives_way_to_one_that_is_close() -> None:
     edge = ran(uneven(2), 1.0, num_alloc_retries=1)
     for behind, expected in ((1.005, uneven(3)), (1.5, uneven(2))):
         searched = [edge, ran(uneven(3), behind)]
-        confirmed = confirm_finalists(EVENS, attempts(*searched), Again(*searched))
+        confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched))
         assert confirmed.best is not None
         assert confirmed.best.split == expected

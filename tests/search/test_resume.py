@@ -11,7 +11,7 @@ from optuna.storages import RDBStorage
 from splittune.errors import ConfigError
 from splittune.search import SAMPLER_NAMES, Trial, find_best_split
 from splittune.search.samplers.parameters import distributions_of
-from splittune.search.storage.records import read_attempts
+from splittune.search.storage.records import read_judged_trials
 from tests.search.problem import MIB, failing_after, linear_job
 
 TIGHT = (550, 100_000, 100_000, 100_000)
@@ -52,7 +52,7 @@ def test_an_optuna_url_is_taken_as_it_is(tmp_path: Path, stored: Callable[..., o
     result = find_best_split(problem.space(), problem.measure, max_trials=4, storage=url, study_name="mine")
     study = stored(url, "mine")
     assert len(study.trials) == 4
-    assert result.best.split in {attempt.split for attempt in read_attempts(study)}
+    assert result.best.split in {one.split for one in read_judged_trials(study)}
 
 
 @pytest.mark.parametrize("sampler", SAMPLER_NAMES)
@@ -122,7 +122,7 @@ def test_an_exception_passes_unchanged_and_finished_trials_stay(
     study = stored(url)
     states = [trial.state.name for trial in study.trials]
     assert states == ["COMPLETE", "COMPLETE", "COMPLETE", "FAIL"]
-    assert [attempt.measurement for attempt in read_attempts(study)] == [trial.measurement for trial in seen]
+    assert [one.measurement for one in read_judged_trials(study)] == [trial.measurement for trial in seen]
 
 
 def test_a_trial_left_running_by_a_killed_process_is_ignored(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import SAMPLER_NAMES, GuidedSampler, Trial, find_best_split
-from splittune.search.attempts import Attempt, lacking_devices
+from splittune.search.judged_trials import JudgedTrial
 from splittune.split import BatchSplit, SplitSpace
 from tests.search.problem import MIB, Job, linear_job
 
@@ -49,9 +49,9 @@ def test_no_split_is_measured_twice_and_none_that_is_ruled_out(problem: Job, sam
     assert len(splits) == len(set(splits)) <= 12
     measurements = [trial.measurement for trial in trials if trial.kind == "search"]
     demands = (0,) * problem.num_devices
-    attempts = [Attempt(measurement=m, lacking=lacking_devices(m, demands)) for m in measurements]
+    judged = [JudgedTrial.of(measurement, demands) for measurement in measurements]
     for place, split in enumerate(splits):
-        assert not any(attempt.rules_out(split) for attempt in attempts[:place])
+        assert not any(one.rules_out(split) for one in judged[:place])
 
 
 @given(problem=problems(), sampler=st.sampled_from(SAMPLER_NAMES))

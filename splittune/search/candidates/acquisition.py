@@ -9,8 +9,8 @@ import numpy as np
 from scipy.stats import norm
 
 from splittune.search.arrays import BoolArray, FloatArray, IntArray
-from splittune.search.attempts import Attempt
 from splittune.search.candidates.table import SplitTable
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import Interval
 from splittune.search.models.step_time import StepTimes
 
@@ -80,7 +80,7 @@ def expected_improvement(gains: FloatArray, deviations: FloatArray) -> FloatArra
     return np.asarray(gains * norm.cdf(scaled) + deviations * norm.pdf(scaled))
 
 
-def optimistic_gain(scores: CandidateScores, trials: Sequence[Attempt], deviations: float) -> FloatArray:
+def optimistic_gain(scores: CandidateScores, trials: Sequence[JudgedTrial], deviations: float) -> FloatArray:
     """(N,) upper confidence bound: the gain if a split is so many deviations faster than predicted.
 
     In logarithms of time. Full tiles add `TILE_BONUS` until a trial had them.
@@ -114,7 +114,7 @@ def joint_feasibility(needed: Interval, limits: FloatArray) -> FloatArray:
 
 
 def most_informative(
-    table: SplitTable, wanted: FloatArray, unsure_devices: IntArray, rows: IntArray, trials: Sequence[Attempt]
+    table: SplitTable, wanted: FloatArray, unsure_devices: IntArray, rows: IntArray, trials: Sequence[JudgedTrial]
 ) -> int | None:
     """The row that tells most about the memory of `unsure_devices` with the `wanted` shards (n,).
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from splittune.search.arrays import FloatArray
-from splittune.search.attempts import Attempt
 from splittune.search.candidates.balance import TimeOfShares, balanced_table
 from splittune.search.candidates.table import SplitTable, concatenate, micro_batches
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import Interval, MemoryModel
 from splittune.split import BatchSplit, SplitSpace
 
@@ -21,7 +21,7 @@ def candidates(
     curve_sets: Sequence[Sequence[TimeOfShares]],
     memory: MemoryModel,
     limits: FloatArray,
-    failures: Sequence[Attempt],
+    failures: Sequence[JudgedTrial],
 ) -> SplitTable:
     """Splits whose devices finish together: for each micro-batch and number of devices taking part.
 
@@ -46,7 +46,7 @@ def candidates(
 
 
 def _largest_shards(
-    pairs: FloatArray, memory: MemoryModel, limits: FloatArray, failures: Sequence[Attempt]
+    pairs: FloatArray, memory: MemoryModel, limits: FloatArray, failures: Sequence[JudgedTrial]
 ) -> FloatArray:
     """(6, N, n) the largest shards that fit, for N pairs of accumulation steps and micro-batch.
 
@@ -80,7 +80,7 @@ def _needs_from_most_to_least(needed: Interval, num_pairs: int) -> FloatArray:
     return np.asarray(np.choose(answer, [most, (most + likely) / 2, likely, (likely + least) / 2, least]))
 
 
-def failures_on_alike(trials: Sequence[Attempt], memory: MemoryModel, limits: FloatArray) -> list[Attempt]:
+def failures_on_alike(trials: Sequence[JudgedTrial], memory: MemoryModel, limits: FloatArray) -> list[JudgedTrial]:
     """The failures of `trials` carried over to devices of the same kind.
 
     A shard that lacked memory on one replica lacks it on every replica of that kind whose limit its
@@ -91,7 +91,7 @@ def failures_on_alike(trials: Sequence[Attempt], memory: MemoryModel, limits: Fl
     failures = []
     for trial in trials:
         split, readings = trial.split, trial.measurement.memory
-        for device in sorted(trial.lacking - {0}) if readings else ():
+        for device in sorted(trial.oom_devices - {0}) if readings else ():
             shard, batch = split.shard_sizes[device], split.global_batch_size
             # the most steps whose largest micro-batch has so many samples
             steps = (batch - 1) // (shard - 1) if shard > 1 else batch
@@ -102,5 +102,5 @@ def failures_on_alike(trials: Sequence[Attempt], memory: MemoryModel, limits: Fl
                     shards = [rest, *(shard if i == other else 0 for i in range(1, split.num_devices))]
                     failed = BatchSplit(global_batch_size=batch, accumulation_steps=steps, shard_sizes=tuple(shards))
                     measurement = replace(trial.measurement, split=failed)
-                    failures.append(Attempt(measurement=measurement, lacking=frozenset({other})))
+                    failures.append(JudgedTrial(measurement=measurement, oom_devices=frozenset({other})))
     return failures

@@ -13,9 +13,8 @@ from splittune.search.arrays import BoolArray, FloatArray
 from splittune.split import BatchSplit, SplitSpace, even_shards
 
 if TYPE_CHECKING:
-    from splittune.search.attempts import Attempt
+    from splittune.search.judged_trials import JudgedTrial
 
-Floats = FloatArray
 
 # A choice: GPU 0's share of one micro-batch takes at most this many values, so above 1,024 samples
 # it moves by more than one at a time. More values cost time to judge and gain at most a thousandth.
@@ -151,7 +150,7 @@ def listed_table(space: SplitSpace) -> SplitTable:
     )
 
 
-def open_rows(table: SplitTable, trials: Sequence[Attempt]) -> BoolArray:
+def open_rows(table: SplitTable, trials: Sequence[JudgedTrial]) -> BoolArray:
     """(N,) the rows that are neither measured nor ruled out by a failure."""
     closed = table.is_any_of([trial.split for trial in trials])
     for trial in trials:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-Floats = NDArray[np.float64]
+from splittune.search.arrays import FloatArray
 
 # A knee is believed if it leaves less than this part of the straight line's squared errors. A
 # choice. Nearer to 1, noise bends lines; nearer to 0, real knees are missed.
@@ -53,21 +53,21 @@ class Curve:
     floor_s: float
     slope_s: float
     knee: float
-    shares: Floats
-    deviations: Floats
+    shares: FloatArray
+    deviations: FloatArray
     """Logarithms of measured over form, at the measured `shares`."""
     ratio: float = 1.0
     """Shares are multiplied by it first, so that one curve serves devices of several speeds."""
     tile: int = 1
     tile_s: float = 0.0
 
-    def __call__(self, shares: Floats) -> Floats:
+    def __call__(self, shares: FloatArray) -> FloatArray:
         """Seconds for each share; 0 for a share of 0."""
         scaled = shares * self.ratio
         form = self.floor_s + self.slope_s * np.maximum(scaled, self.knee) + self.tile_s * _filled(scaled, self.tile)
         return np.where(shares > 0, form * np.exp(self.deviation(shares)), 0.0)
 
-    def deviation(self, shares: Floats) -> Floats:
+    def deviation(self, shares: FloatArray) -> FloatArray:
         """Logarithm of curve over form, interpolated at `shares`."""
         return np.asarray(np.interp(np.log1p(shares * self.ratio), np.log1p(self.shares), self.deviations))
 
@@ -75,12 +75,12 @@ class Curve:
         """Whether `WELL_KNOWN` shares were measured and all lie on the form, up to noise."""
         return len(self.shares) >= WELL_KNOWN and float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
 
-    def distance(self, shares: Floats) -> Floats:
+    def distance(self, shares: FloatArray) -> FloatArray:
         """Difference of logarithms to the nearest measured share."""
         away = np.log1p(shares * self.ratio)[:, None] - np.log1p(self.shares)[None, :]
         return np.asarray(np.abs(away).min(axis=1))
 
-    def doubt(self, shares: Floats) -> Floats:
+    def doubt(self, shares: FloatArray) -> FloatArray:
         """Relative standard deviation: 0 at a measured share, growing with `distance` from it."""
         nearest = self.distance(shares)
         shares = shares * self.ratio
@@ -90,7 +90,7 @@ class Curve:
 
 
 def fit_curve(
-    shares: Sequence[float] | Floats, times_s: Sequence[float] | Floats, noise: float, tile: int = 1
+    shares: Sequence[float] | FloatArray, times_s: Sequence[float] | FloatArray, noise: float, tile: int = 1
 ) -> Curve | None:
     """The curve through measured (share, seconds) pairs; None without any.
 
@@ -115,7 +115,7 @@ def fit_curve(
     return tiled or _knee_curve(sizes, measured, noise)
 
 
-def _tiled_curve(sizes: Floats, measured: Floats, noise: float, tile: int) -> Curve | None:
+def _tiled_curve(sizes: FloatArray, measured: FloatArray, noise: float, tile: int) -> Curve | None:
     """The curve with steps of `tile` samples; None where the steps explain nothing."""
     floor, slope, tile_s = _coefficients(measured, sizes, _filled(sizes, tile))
     if tile_s <= 0:
@@ -125,7 +125,7 @@ def _tiled_curve(sizes: Floats, measured: Floats, noise: float, tile: int) -> Cu
     return Curve(float(floor), float(slope), 0.0, sizes, deviations, tile=tile, tile_s=float(tile_s))
 
 
-def _knee_curve(sizes: Floats, measured: Floats, noise: float) -> Curve:
+def _knee_curve(sizes: FloatArray, measured: FloatArray, noise: float) -> Curve:
     """The straight line, or the line with the best knee where that explains what noise does not."""
     knees = np.concatenate([[0.0], _knees(measured, sizes)])
     floors, slopes, errors = _lines(measured, np.maximum(sizes, knees[:, None]))
@@ -137,19 +137,19 @@ def _knee_curve(sizes: Floats, measured: Floats, noise: float) -> Curve:
     return Curve(float(floors[best]), float(slopes[best]), float(knees[best]), sizes, deviations)
 
 
-def _filled(shares: Floats, tile: int) -> Floats:
+def _filled(shares: FloatArray, tile: int) -> FloatArray:
     """Shares rounded up to full tiles."""
     return np.asarray(np.ceil(shares / tile) * tile)
 
 
-def _deviations(measured: Floats, form: Floats, noise: float) -> Floats:
+def _deviations(measured: FloatArray, form: FloatArray, noise: float) -> FloatArray:
     """Logarithms of measured over form, less the part of their variance that noise explains."""
     deviations = np.log(measured / form)
     spread = float((deviations**2).mean())
     return np.asarray(deviations * (spread / (spread + noise**2) if spread > 0 else 0.0))
 
 
-def _knees(measured: Floats, sizes: Floats) -> Floats:
+def _knees(measured: FloatArray, sizes: FloatArray) -> FloatArray:
     """Where a knee may be: at a size, midway between two, or where line and flat meet.
 
     Midway is in logarithms. The line is fitted to the sizes above, the flat is the best constant
@@ -166,7 +166,9 @@ def _knees(measured: Floats, sizes: Floats) -> Floats:
     return np.unique(np.concatenate([sizes[1:-1], np.sqrt(sizes[:-1] * sizes[1:]), met]))
 
 
-def _lines(measured: Floats, terms: Floats, counted: NDArray[np.bool_] | bool = True) -> tuple[Floats, Floats, Floats]:
+def _lines(
+    measured: FloatArray, terms: FloatArray, counted: NDArray[np.bool_] | bool = True
+) -> tuple[FloatArray, FloatArray, FloatArray]:
     """(K,) floors, slopes and squared relative errors of K lines ``floor + slope x term``.
 
     Each line goes through R times. No coefficient is negative: where least squares gives one that
@@ -186,7 +188,7 @@ def _lines(measured: Floats, terms: Floats, counted: NDArray[np.bool_] | bool = 
     return floors, slopes, errors
 
 
-def _coefficients(times_s: Floats, *terms: Floats) -> Floats:
+def _coefficients(times_s: FloatArray, *terms: FloatArray) -> FloatArray:
     """A floor and a coefficient for each term: non-negative least squares on relative errors."""
     matrix = np.column_stack([np.ones_like(times_s), *terms]) / times_s[:, None]
     solution, _ = nnls(matrix, np.ones_like(times_s))

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from splittune.profiling.measurement import Measurement
 from splittune.search.models.memory_readings import MICRO_BATCH, SHARE, MemoryReadings, Reading, smallest_peaks
-
-Floats = NDArray[np.float64]
 
 # A reading within this part of the smallest may be another phase's peak, which no size changes.
 # Twice the repeatability of a peak (`REPEATABILITY`). Larger, and slow growth is taken for none.

@@ -8,9 +8,8 @@ from dataclasses import astuple, dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from splittune.search.arrays import FloatArray
 from splittune.search.models.curves import Curve
-
-Floats = NDArray[np.float64]
 
 # Seconds a step takes at least: its logarithm is taken.
 LEAST_STEP_S = 1e-12
@@ -32,11 +31,11 @@ class StepCosts:
     """r, once a step for each device beside the first."""
 
     @classmethod
-    def from_vector(cls, costs: Floats) -> StepCosts:
+    def from_vector(cls, costs: FloatArray) -> StepCosts:
         """From (5,) numbers in the order of the fields."""
         return cls(**dict(zip((field.name for field in fields(cls)), costs.tolist(), strict=True)))
 
-    def of(self, counts: StepCounts) -> Floats:
+    def of(self, counts: StepCounts) -> FloatArray:
         """(N,) seconds of a step."""
         return np.asarray(counts.matrix @ np.array(astuple(self)))
 
@@ -49,23 +48,23 @@ class StepCounts:
     samples, 6 device micro-steps, 1 step and 1 reduce.
     """
 
-    matrix: Floats
+    matrix: FloatArray
     """(N, 5), columns in the order of the fields of `StepCosts`."""
 
     @classmethod
-    def of(cls, steps: Floats, shards: Floats) -> StepCounts:
+    def of(cls, steps: FloatArray, shards: FloatArray) -> StepCounts:
         """Of N splits: `steps` (N,), `shards` (N, n)."""
         active = (shards > 0).sum(axis=1)
         samples = steps * shards.sum(axis=1) * (active > 1)
         return cls(np.column_stack([steps, samples, steps * active, np.ones_like(steps), active - 1.0]))
 
     @property
-    def micro_steps(self) -> Floats:
+    def micro_steps(self) -> FloatArray:
         """(N,) k, the accumulation steps."""
         return self.matrix[:, 0]
 
     @property
-    def active_devices(self) -> Floats:
+    def active_devices(self) -> FloatArray:
         """(N,) a, the devices that have a share."""
         return self.matrix[:, 4] + 1
 
@@ -98,7 +97,7 @@ class Hypothesis:
     weight: float = 1.0
     """Its posterior probability among the hypotheses."""
 
-    def slowest(self, shards: Floats) -> tuple[NDArray[np.int64], Floats]:
+    def slowest(self, shards: FloatArray) -> tuple[NDArray[np.int64], FloatArray]:
         """(N,) which device works longest on its share, and its seconds."""
         largest = int(shards.max(initial=0))
         are_sizes_fewer = largest <= 2 * len(shards)  # then each curve is worked out once a size
@@ -109,12 +108,12 @@ class Hypothesis:
         which = seconds.argmax(axis=1)
         return which, seconds[np.arange(len(shards)), which]
 
-    def step_s(self, counts: StepCounts, slowest_s: Floats) -> Floats:
+    def step_s(self, counts: StepCounts, slowest_s: FloatArray) -> FloatArray:
         """(N,) seconds a step, from the slowest devices' seconds a micro-step."""
         working_s = np.maximum(slowest_s, self.host_s_per_device * counts.active_devices)
         return np.asarray(np.maximum(counts.micro_steps * working_s + self.costs.of(counts), LEAST_STEP_S))
 
-    def optimistic_step_s(self, counts: StepCounts, slowest_s: Floats) -> Floats:
+    def optimistic_step_s(self, counts: StepCounts, slowest_s: FloatArray) -> FloatArray:
         """(N,) seconds if what seems constant is each device's: fewer devices then pay less."""
         steps, active, n = counts.micro_steps, counts.active_devices, len(self.curves)
         working_s = np.maximum(slowest_s, self.host_s_per_device * active)
@@ -134,7 +133,9 @@ class Hypothesis:
             seconds = np.minimum(seconds, steps * waiting_s + costs.per_reduce_s * active)
         return np.asarray(np.maximum(seconds, LEAST_STEP_S))
 
-    def of_slowest(self, shards: Floats, which: NDArray[np.int64], ask: Callable[[Curve, Floats], Floats]) -> Floats:
+    def of_slowest(
+        self, shards: FloatArray, which: NDArray[np.int64], ask: Callable[[Curve, FloatArray], FloatArray]
+    ) -> FloatArray:
         """(N,) what the slowest device's curve says of its share: `ask` is a method of `Curve`."""
         shares = shards[np.arange(len(shards)), which]
         answers = np.zeros(len(shards))
@@ -143,7 +144,7 @@ class Hypothesis:
             answers[own] = ask(curve, shares[own])
         return answers
 
-    def deviation_of_slowest(self, shards: Floats) -> Floats:
+    def deviation_of_slowest(self, shards: FloatArray) -> FloatArray:
         """(N,) deviation of the slowest device's curve from its form: see `Curve`."""
         return self.of_slowest(shards, self.slowest(shards)[0], Curve.deviation)
 

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from splittune.search.arrays import FloatArray
 from splittune.search.models.curves import Curve, fit_curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis, StepCosts
 from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
 
-Floats = NDArray[np.float64]
 Weighed = tuple[float, Hypothesis]  # a log prior and its hypothesis
 
 # Kernels may work on tiles of so many samples: powers of two, as tiles of matrix products are. A
@@ -62,7 +62,7 @@ class _Fit:
     """Hypotheses under construction."""
 
     trials: StepTrials
-    _updates: tuple[Floats, Floats] = field(init=False)
+    _updates: tuple[FloatArray, FloatArray] = field(init=False)
 
     def __post_init__(self) -> None:
         self._updates = self._update_rows()
@@ -130,7 +130,7 @@ class _Fit:
         """The sizes of tiles that a measured share fills."""
         return [tile for tile in TILES if tile <= self.trials.shards.max()]
 
-    def _single_curve(self, ratios: Floats, tile: int = 1) -> tuple[Curve, ...]:
+    def _single_curve(self, ratios: FloatArray, tile: int = 1) -> tuple[Curve, ...]:
         """One curve for all devices, through micro-steps at the largest share times its ratio."""
         trials = self.trials
         # of a single size the curve may take all: what is constant falls out of the comparison
@@ -165,7 +165,7 @@ class _Fit:
 
         return tuple(known[i] if i in known else known[likest(i)] for i in range(trials.num_devices))
 
-    def _same_speed_groups(self, busy_s: Floats) -> list[tuple[int, ...]]:
+    def _same_speed_groups(self, busy_s: FloatArray) -> list[tuple[int, ...]]:
         """Devices of one memory that were as busy at equal shares; `busy_s` is (R, n)."""
         totals, shards = self.trials.totals, self.trials.shards
         tolerance = BUSY_TOLERANCE + SIGNIFICANT_DEVIATIONS * self.trials.noise
@@ -197,7 +197,7 @@ class _Fit:
                 best, least = replace(plain, costs=costs, host_s_per_device=share * most_s), error
         return best
 
-    def _costs_beside(self, slowest_s: Floats) -> tuple[StepCosts, float]:
+    def _costs_beside(self, slowest_s: FloatArray) -> tuple[StepCosts, float]:
         """Costs beside the slowest devices' seconds, and the squared relative error left."""
         trials, step_s = self.trials, np.exp(self.trials.log_step_s)
         rows, (updates, targets) = trials.counts.matrix / step_s[:, None], self._updates
@@ -206,7 +206,7 @@ class _Fit:
         predicted = trials.steps * slowest_s / step_s + rows @ costs
         return StepCosts.from_vector(costs), float((np.log(predicted) ** 2).sum())
 
-    def _update_rows(self) -> tuple[Floats, Floats]:
+    def _update_rows(self) -> tuple[FloatArray, FloatArray]:
         """(U, 5) rows of updates beside those of whole steps, and (U,) what each should make."""
         known = [
             i

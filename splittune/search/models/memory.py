@@ -6,15 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from splittune.search.attempts import Attempt
+from splittune.search.arrays import FloatArray
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
 from splittune.search.models.memory_bounds import coefficient_bounds
 from splittune.search.models.memory_readings import MICRO_BATCH, REPEATABILITY, SHARE, MemoryReadings, rows_of
 from splittune.search.models.polytope import Polytope, agreeing_with
-
-Floats = NDArray[np.float64]
 
 # By how much a line that rules large sizes may be steeper than one through small sizes
 # (`coefficient_bounds`): the value at first. A choice. Larger, and larger splits stay in doubt for
@@ -56,13 +54,13 @@ FULL_ENOUGH = 0.25
 class Interval:
     """Peak reserved bytes of every device, (N, n) each: at least, most likely, and at most."""
 
-    least: Floats
-    likely: Floats
-    most: Floats
-    most_after_cache_flush: Floats
+    least: FloatArray
+    likely: FloatArray
+    most: FloatArray
+    most_after_cache_flush: FloatArray
     """`most` once the allocator, running short, has handed back its free blocks: more is an OOM."""
 
-    def feasibility_below(self, limits: Floats) -> Floats:
+    def feasibility_below(self, limits: FloatArray) -> FloatArray:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.
 
         The density of a peak is a triangle from least to most, with its top at the likeliest.
@@ -97,12 +95,12 @@ class MemoryModel:
     prediction that failed widens it by a margin.
 
     Args:
-        attempts: what was measured, oldest first. Until one ran, with its memory read, nothing is
+        trials: what was measured, oldest first. Until one ran, with its memory read, nothing is
             known to be limited.
         num_devices: how many devices there are.
     """
 
-    def __init__(self, attempts: Sequence[Attempt], num_devices: int) -> None:
+    def __init__(self, trials: Sequence[JudgedTrial], num_devices: int) -> None:
         self._n = num_devices
         self._readings = MemoryReadings(num_devices)
         self.slope_slack = SLOPE_SLACK
@@ -116,22 +114,22 @@ class MemoryModel:
         Oldest first; below 0 where every device kept within.
         """
         self._polytopes: dict[int, Polytope] = {}
-        self.observe(attempts)
+        self.observe(trials)
 
-    def observe(self, attempts: Iterable[Attempt]) -> None:
-        """Learn from further attempts, oldest first, after comparing each with its prediction."""
-        for attempt in attempts:
+    def observe(self, trials: Iterable[JudgedTrial]) -> None:
+        """Learn from further trials, oldest first, after comparing each with its prediction."""
+        for trial in trials:
             if self._readings.runs:
-                self._check(attempt)
-            if attempt.measurement.memory and attempt.measurement.throughput is not None:
-                self._readings.runs.append(attempt.measurement)
-            elif attempt.lacks_memory:
-                self._readings.failures.append(attempt)
+                self._check(trial)
+            if trial.measurement.memory and trial.measurement.throughput is not None:
+                self._readings.runs.append(trial.measurement)
+            elif trial.lacks_memory:
+                self._readings.failures.append(trial)
             if self._readings.runs:
                 self._fit()
 
     @property
-    def budget_bytes(self) -> Floats:
+    def budget_bytes(self) -> FloatArray:
         """(n,) bytes each device has for this job: its total less the most that others held.
 
         Infinite before a trial ran.
@@ -169,11 +167,13 @@ class MemoryModel:
             return (f"The memory model did not fit: {trials}, {most}; it kept further away from the limit since.",)
         return ()
 
-    def needed(self, steps: Floats, shards: Floats, micro_batches: Floats | None = None) -> Interval:
+    def needed(self, steps: FloatArray, shards: FloatArray, micro_batches: FloatArray | None = None) -> Interval:
         """The peaks of N splits: `steps` (N,), `shards` (N, n), `micro_batches` (N,) or sums."""
         return self._needed(steps, shards, micro_batches, self.margin)
 
-    def _needed(self, steps: Floats, shards: Floats, micro_batches: Floats | None, margin: float) -> Interval:
+    def _needed(
+        self, steps: FloatArray, shards: FloatArray, micro_batches: FloatArray | None, margin: float
+    ) -> Interval:
         if not self._readings.runs:
             none = np.zeros_like(shards)
             return Interval(least=none, likely=none, most=none, most_after_cache_flush=none)
@@ -184,8 +184,8 @@ class MemoryModel:
         return Interval(least=least, likely=likely, most=most, most_after_cache_flush=after_flush)
 
     def _needed_by(
-        self, device: int, shares: Floats, micro_batches: Floats, accumulates: Floats, margin: float
-    ) -> tuple[Floats, Floats, Floats, Floats]:
+        self, device: int, shares: FloatArray, micro_batches: FloatArray, accumulates: FloatArray, margin: float
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """The four bounds of `Interval` for one device, (N,) each."""
         readings, polytope, overhead = self._readings, self._polytopes[device], self._overhead
         rows = rows_of(device, shares, micro_batches, accumulates)
@@ -268,17 +268,17 @@ class MemoryModel:
 
     # --- learning from errors --------------------------------------------------------------------
 
-    def _check(self, attempt: Attempt) -> None:
+    def _check(self, trial: JudgedTrial) -> None:
         """Compare a trial with its prediction, and widen or narrow the predictions to come."""
-        split, memory = attempt.split, attempt.measurement.memory
+        split, memory = trial.split, trial.measurement.memory
         steps, shards = np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float)
         predicted = self.needed(steps, shards)
-        has_run = attempt.measurement.throughput is not None
+        has_run = trial.measurement.throughput is not None
         if has_run and memory:
             held = np.array([reading.peak_reserved_bytes for reading in memory], dtype=float)
             most = predicted.most[0]
-        elif attempt.lacking:
-            held = np.array([self.budget_bytes[i] if i in attempt.lacking else 0.0 for i in range(self._n)])
+        elif trial.oom_devices:
+            held = np.array([self.budget_bytes[i] if i in trial.oom_devices else 0.0 for i in range(self._n)])
             most = predicted.most_after_cache_flush[0]  # the allocator had handed back what it could
         else:
             return
@@ -293,7 +293,7 @@ class MemoryModel:
             without_margin = self._needed(steps, shards, None, 0.0).most[0]
             self._narrow(float((held / np.maximum(without_margin, 1.0) - 1).max()))
 
-    def _widen(self, errors: Floats, *, has_failed: bool) -> None:
+    def _widen(self, errors: FloatArray, *, has_failed: bool) -> None:
         """A prediction was exceeded by `errors`, (n,), or a device lacked memory."""
         self.slope_slack = min(1.0, 2 * self.slope_slack)
         wider = WIDENING * float(errors.max())
@@ -309,7 +309,7 @@ class MemoryModel:
         self.margin = max(min(self.margin, SETTLED_MARGIN), min(self.margin, enough), self.margin / 2)
         self._margin_from_unseen_devices = min(self._margin_from_unseen_devices, self.margin)
 
-    def _goes_beyond(self, likely: Floats) -> bool:
+    def _goes_beyond(self, likely: FloatArray) -> bool:
         """Whether a prediction was beyond what had been measured, so that it tells something."""
         measured = np.array([[m.peak_reserved_bytes for m in run.memory] for run in self._readings.runs]).max(axis=0)
         return bool((likely > (1 + REACH) * measured).any())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from splittune.search.arrays import FloatArray
 from splittune.search.models.memory_readings import (
     ACCUMULATES,
     CONSTANT,
@@ -16,8 +16,6 @@ from splittune.search.models.memory_readings import (
     Reading,
 )
 from splittune.search.models.polytope import Bounds, ConstraintRows
-
-Floats = NDArray[np.float64]
 
 # A peak this many times `REPEATABILITY` above the smallest of its kind is on a slope, not on the
 # flat where another phase peaks. Two readings of one flat differ by two tolerances at most.
@@ -30,7 +28,7 @@ LEAST_COEFFICIENT_SLACK = 1e-6
 
 def coefficient_bounds(
     readings: Sequence[Reading],
-    full: Sequence[tuple[Floats, float]],
+    full: Sequence[tuple[FloatArray, float]],
     *,
     slope_range: tuple[float, float],
     slope_slack: float,
@@ -105,7 +103,7 @@ def _add_ends(
     constraints.add(np.eye(width), least=least, most=most, slack=slack)
 
 
-def _rows_and_peaks(readings: Sequence[Reading]) -> tuple[Floats, Floats]:
+def _rows_and_peaks(readings: Sequence[Reading]) -> tuple[FloatArray, FloatArray]:
     """(R, C) rows and (R,) peak bytes."""
     rows = np.array([reading.row for reading in readings])
     return rows, np.array([reading.peak_bytes for reading in readings], dtype=float)

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splittune.profiling.measurement import Measurement
-from splittune.search.attempts import Attempt
+from splittune.search.arrays import FloatArray
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.groups import grouped
 from splittune.units import MIB
-
-Floats = NDArray[np.float64]
 
 # Relative repeatability of a live-bytes peak; kernel workspaces change with the batch size. A
 # choice. Larger, and predicted intervals are wider; smaller, and readings contradict each other.
@@ -42,7 +40,7 @@ MICRO_BATCH = 3
 class Reading:
     """One peak of forward and backward on one device."""
 
-    row: Floats
+    row: FloatArray
     """(3,) or, on GPU 0, (4,): one row of `rows_of`."""
     peak_bytes: int
     resting_bytes: int | None
@@ -61,7 +59,7 @@ class Overhead:
     constant: float
     ratio: float
 
-    def __call__(self, allocated: Floats) -> Floats:
+    def __call__(self, allocated: FloatArray) -> FloatArray:
         return self.constant + self.ratio * allocated
 
 
@@ -82,13 +80,13 @@ class MemoryReadings:
 
     num_devices: int
     runs: list[Measurement] = field(default_factory=list)
-    failures: list[Attempt] = field(default_factory=list)
+    failures: list[JudgedTrial] = field(default_factory=list)
     _readings: dict[tuple[int, int], list[Reading]] = field(default_factory=dict, repr=False)
     """By device and number of runs: thousands of splits are judged by the same few."""
-    _proofs: dict[tuple[int, int], Floats] = field(default_factory=dict, repr=False)
+    _proofs: dict[tuple[int, int], FloatArray] = field(default_factory=dict, repr=False)
     """As `_readings`."""
 
-    def budget_bytes(self) -> Floats:
+    def budget_bytes(self) -> FloatArray:
         """(n,) bytes each device has for this job: its total less the most that others held."""
         budgets = [[memory.total_bytes - memory.outside_bytes for memory in run.memory] for run in self.runs]
         return np.array(budgets, dtype=float).min(axis=0) if budgets else np.full(self.num_devices, np.inf)
@@ -118,12 +116,12 @@ class MemoryReadings:
                 readings.append(Reading(row_of(device, share, size, 0.0), memory.single_step_peak_bytes, 0))
         return readings
 
-    def oom_rows(self, device: int) -> list[Floats]:
+    def oom_rows(self, device: int) -> list[FloatArray]:
         """The row of each trial in which the device lacked memory."""
         return [
             row_of(device, a.split.shard_sizes[device], a.split.micro_batch_size, a.split.accumulation_steps > 1)
             for a in self.failures
-            if device in a.lacking
+            if device in a.oom_devices
         ]
 
     def same_memory_groups(self) -> list[tuple[int, ...]]:
@@ -148,7 +146,7 @@ class MemoryReadings:
         groups = self.same_memory_groups() if self.runs else []
         return next((group for group in groups if device in group), (device,))
 
-    def floors(self, device: int, accumulates: Floats) -> tuple[Floats, Floats]:
+    def floors(self, device: int, accumulates: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(N,) least and most bytes of the phases that no batch size changes: update and reduce.
 
         The reduce happens within forward and backward, so the smallest of their peaks bounds it.
@@ -161,7 +159,7 @@ class MemoryReadings:
         least = np.full(len(reduce), min(updates), dtype=np.float64)
         return least, np.asarray(np.maximum(reduce, max(updates)), dtype=np.float64)
 
-    def doubt_about_accumulating(self, device: int, accumulates: Floats) -> tuple[Floats, Floats]:
+    def doubt_about_accumulating(self, device: int, accumulates: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(N,) bytes that splits may need less, and more, until both kinds of step were read.
 
         Accumulating keeps gradients from one micro-batch to the next. They are as large as the
@@ -200,7 +198,7 @@ class MemoryReadings:
             after_flush=Overhead(min(quanta), max(ratios)),
         )
 
-    def proven(self, device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:
+    def proven(self, device: int, shares: FloatArray, micro_batches: FloatArray, accumulates: FloatArray) -> FloatArray:
         """(N,) reserved bytes that are enough, by a trial with no smaller demand; else infinite.
 
         A trial of a replica in one group with the device counts, too.
@@ -214,7 +212,7 @@ class MemoryReadings:
             proven = np.where(demanded, np.minimum(proven, held), proven)
         return proven
 
-    def _prove(self, device: int) -> Floats:
+    def _prove(self, device: int) -> FloatArray:
         """(P, 4) share, micro-batch, [k > 1] and bytes held, without rows that others imply."""
         rows = np.array(
             [
@@ -252,15 +250,15 @@ class MemoryReadings:
         return max([1.0, *(own / max(1, beside) for own, beside in pairs)]) if pairs else 1 + PEAK_TOLERANCE
 
 
-def rows_of(device: int, shares: Floats, micro_batches: Floats, accumulates: Floats) -> Floats:
+def rows_of(device: int, shares: FloatArray, micro_batches: FloatArray, accumulates: FloatArray) -> FloatArray:
     """(N, 3), on GPU 0 (N, 4): what the coefficients F, beta, gamma and omega are multiplied by."""
     columns = [np.ones_like(shares), shares, accumulates]
     return np.column_stack([*columns, micro_batches] if device == 0 else columns)
 
 
-def row_of(device: int, share: float, micro_batch: float, accumulates: float) -> Floats:
+def row_of(device: int, share: float, micro_batch: float, accumulates: float) -> FloatArray:
     """One row of `rows_of`."""
-    one: Floats = rows_of(
+    one: FloatArray = rows_of(
         device, np.array([float(share)]), np.array([float(micro_batch)]), np.array([float(accumulates)])
     )[0]
     return one

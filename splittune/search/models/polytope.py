@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.spatial import HalfspaceIntersection, QhullError
 
-Floats = NDArray[np.float64]
+from splittune.search.arrays import FloatArray
 
 # Where bounds contradict each other, each gives way by this many times the slack that is needed. A
 # choice above 1: at exactly 1 only a point or an edge agrees, and what it predicts has no width.
@@ -31,10 +30,10 @@ class Bounds:
     `rows` is (R, C) for C coefficients theta, the others are (R,). Infinite bounds do not bind.
     """
 
-    rows: Floats
-    least: Floats
-    most: Floats
-    slack: Floats
+    rows: FloatArray
+    least: FloatArray
+    most: FloatArray
+    slack: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +44,9 @@ class Polytope:
     (0, 3). At a size of 4 the corners give 0, 6 and 12, so the sum is 12 at most.
     """
 
-    corners: Floats
+    corners: FloatArray
     """(number of corners, number of coefficients)"""
-    centre: Floats
+    centre: FloatArray
     """The coefficients furthest inside."""
     misfit: float
     """How many times their slack the bounds had to give way to agree; 0 where they do."""
@@ -56,15 +55,15 @@ class Polytope:
         """The polytope of the first `count` coefficients; the others are taken to be 0."""
         return Polytope(corners=self.corners[:, :count], centre=self.centre[:count], misfit=self.misfit)
 
-    def lowest(self, rows: Floats) -> Floats:
+    def lowest(self, rows: FloatArray) -> FloatArray:
         """The least ``x @ theta`` for each row."""
         return np.asarray((rows @ self.corners.T).min(axis=1))
 
-    def highest(self, rows: Floats) -> Floats:
+    def highest(self, rows: FloatArray) -> FloatArray:
         """The most ``x @ theta`` for each row."""
         return np.asarray((rows @ self.corners.T).max(axis=1))
 
-    def likely(self, rows: Floats) -> Floats:
+    def likely(self, rows: FloatArray) -> FloatArray:
         """``x @ theta`` at the centre, for each row."""
         return np.asarray(rows @ self.centre)
 
@@ -77,11 +76,11 @@ class ConstraintRows:
 
     def add(
         self,
-        rows: Floats,
+        rows: FloatArray,
         *,
-        least: Floats | float = -np.inf,
-        most: Floats | float = np.inf,
-        slack: Floats | float,
+        least: FloatArray | float = -np.inf,
+        most: FloatArray | float = np.inf,
+        slack: FloatArray | float,
     ) -> None:
         """Add ``least <= rows @ theta <= most``: `rows` (R, C), the others (R,) or one for all."""
         each = np.ones(len(rows))
@@ -118,7 +117,7 @@ def agreeing_with(bounds: Bounds) -> Polytope:
     return Polytope(corners=corners / scale * unit, centre=centre / scale * unit, misfit=misfit)
 
 
-def _misfit(matrix: Floats, limits: Floats, slack: Floats) -> float:
+def _misfit(matrix: FloatArray, limits: FloatArray, slack: FloatArray) -> float:
     """The least t for which ``matrix @ theta <= limits + t x slack`` has a solution."""
     num_coefficients = matrix.shape[1]
     cost = np.zeros(num_coefficients + 1)
@@ -127,7 +126,7 @@ def _misfit(matrix: Floats, limits: Floats, slack: Floats) -> float:
     return float(solved.x[-1]) if solved.x is not None else UNSOLVED_MISFIT
 
 
-def _centre(matrix: Floats, limits: Floats) -> tuple[Floats, Floats]:
+def _centre(matrix: FloatArray, limits: FloatArray) -> tuple[FloatArray, FloatArray]:
     """The centre of the largest ball inside, (C,), and all halfspaces ``A x + b <= 0``, (H, C + 1).
 
     The halfspaces include those that keep the coefficients from being negative.
@@ -149,7 +148,7 @@ def _centre(matrix: Floats, limits: Floats) -> tuple[Floats, Floats]:
     return centre, np.hstack([matrix, -limits[:, None]])
 
 
-def _corners(halfspaces: Floats, centre: Floats) -> Floats:
+def _corners(halfspaces: FloatArray, centre: FloatArray) -> FloatArray:
     """(K, C) where the halfspaces meet; the centre alone where the set is as good as a point."""
     try:
         with np.errstate(divide="ignore", invalid="ignore"):  # corners without an end are left out below

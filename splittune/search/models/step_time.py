@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from splittune.search.attempts import Attempt
+from splittune.search.arrays import FloatArray
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
 from splittune.search.models.curves import Curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import StepCounts
 from splittune.search.models.hypothesis_fit import GPU0_RATIOS, fit_hypotheses
 from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
-
-Floats = NDArray[np.float64]
 
 # Relative standard deviation of the residuals before trials say more. A choice. Larger, and splits
 # far from the trials stay in doubt for longer.
@@ -41,8 +39,8 @@ LARGEST_RATIO = GPU0_RATIOS[-1]
 class StepTimes:
     """Predicted logarithms of seconds a step, (N,), and their standard deviations."""
 
-    log_s: Floats
-    deviation: Floats
+    log_s: FloatArray
+    deviation: FloatArray
 
 
 class TimeModel:
@@ -64,11 +62,11 @@ class TimeModel:
     it does not.
 
     Args:
-        attempts: what was measured; those that ran count, and one must have.
+        trials: what was measured; those that ran count, and one must have.
     """
 
-    def __init__(self, attempts: Sequence[Attempt]) -> None:
-        self._trials = StepTrials.of(attempts)
+    def __init__(self, trials: Sequence[JudgedTrial]) -> None:
+        self._trials = StepTrials.of(trials)
         self._hypotheses = fit_hypotheses(self._trials)
         self._weights = np.array([hypothesis.weight for hypothesis in self._hypotheses])
         self._residuals = self._trials.log_step_s - self._evaluate(self._trials.steps, self._trials.shards).log_s
@@ -114,28 +112,28 @@ class TimeModel:
         least = WORTH_BELIEVING * likeliest[0].weight
         return [hypothesis.curves for hypothesis in likeliest if hypothesis.weight >= least]
 
-    def surprising_curves(self, growth: float, gain: float) -> list[Callable[[Floats], Floats]]:
+    def surprising_curves(self, growth: float, gain: float) -> list[Callable[[FloatArray], FloatArray]]:
         """Each device's curve if a faster kernel starts beyond the measured shares.
 
         It starts at a share larger by `growth` than any measured, and saves the part `gain`: with
         0.1 and 0.2, after 10 samples, shares from 11 samples on take 80 % of what the curve says.
         """
 
-        def surprising(curve: Curve) -> Callable[[Floats], Floats]:
+        def surprising(curve: Curve) -> Callable[[FloatArray], FloatArray]:
             start = (1 + growth) * curve.shares.max() / curve.ratio
             return lambda shares: np.where(shares >= start, 1 - gain, 1.0) * curve(shares)
 
         return [surprising(curve) for curve in self.curves]
 
-    def hopeful_curves(self, deviations: float) -> list[Callable[[Floats], Floats]]:
+    def hopeful_curves(self, deviations: float) -> list[Callable[[FloatArray], FloatArray]]:
         """Each device's curve if it is faster by so many deviations where it was not measured."""
 
-        def hopeful(curve: Curve) -> Callable[[Floats], Floats]:
+        def hopeful(curve: Curve) -> Callable[[FloatArray], FloatArray]:
             return lambda shares: curve(shares) * np.exp(-deviations * curve.doubt(shares))
 
         return [hopeful(curve) for curve in self.curves]
 
-    def predict(self, steps: Floats, shards: Floats) -> StepTimes:
+    def predict(self, steps: FloatArray, shards: FloatArray) -> StepTimes:
         """The posterior of N splits: `steps` (N,), `shards` (N, n)."""
         near = self._signal_std**2 * _rbf_kernel(_features(shards, self._groups), self._points)
         gains = near @ self._inverse
@@ -150,7 +148,7 @@ class TimeModel:
         better = (mean - optimistic) / 2
         return StepTimes(log_s=log_s - better, deviation=np.sqrt(variance) + np.abs(better))
 
-    def distance(self, shards: Floats) -> Floats:
+    def distance(self, shards: FloatArray) -> FloatArray:
         """(N,) how far each split is from those measured, as a difference of logarithms of shares.
 
         With busy times that of the slowest device, from the shares measured of its kind. Without,
@@ -162,7 +160,7 @@ class TimeModel:
         apart = _features(shards, self._groups)[:, None, 1:] - self._points[None, :, 1:]
         return np.asarray(np.abs(apart).max(axis=2).min(axis=1))
 
-    def _evaluate(self, steps: Floats, shards: Floats) -> _Evaluation:
+    def _evaluate(self, steps: FloatArray, shards: FloatArray) -> _Evaluation:
         """What each hypothesis says of N splits."""
         counts = StepCounts.of(steps, shards)
         unseen = ~np.isin(counts.active_devices, self._trials.counts.active_devices)
@@ -187,14 +185,14 @@ class TimeModel:
 class _Evaluation:
     """What each of H hypotheses says of N splits, (H, N) each."""
 
-    log_s: Floats
-    optimistic_log_s: Floats
+    log_s: FloatArray
+    optimistic_log_s: FloatArray
     """`log_s`, but better where no trial had as many devices."""
-    doubt: Floats
+    doubt: FloatArray
     """Relative standard deviation of the slowest device's curve."""
 
 
-def _features(shards: Floats, groups: Sequence[Sequence[int]]) -> Floats:
+def _features(shards: FloatArray, groups: Sequence[Sequence[int]]) -> FloatArray:
     """(N, 2 + groups) logarithms of the micro-batch, GPU 0's share and each group's largest share.
 
     A share too small to matter at any ratio counts as the largest such share.
@@ -204,7 +202,7 @@ def _features(shards: Floats, groups: Sequence[Sequence[int]]) -> Floats:
     return np.column_stack([np.log1p(shards.sum(axis=1)), np.log1p(np.maximum(shards[:, 0], least)), *others])
 
 
-def _rbf_kernel(some: Floats, others: Floats) -> Floats:
+def _rbf_kernel(some: FloatArray, others: FloatArray) -> FloatArray:
     """(S, O) correlations of residuals: ``exp(-distance^2 / (2 LENGTHSCALE^2))``."""
     squared = ((some[:, None, :] - others[None, :, :]) ** 2).sum(axis=2)
     return np.asarray(np.exp(-squared / (2 * LENGTHSCALE**2)))

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splittune.profiling.measurement import Measurement
 from splittune.profiling.noise import relative_standard_error
-from splittune.search.attempts import Attempt
+from splittune.search.arrays import FloatArray
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.hypotheses import StepCounts
-
-Floats = NDArray[np.float64]
 
 # Relative noise of a clock that repeats exactly, as modelled ones do: a fit must weigh its errors
 # by something. A choice, well below any gain that is searched for.
@@ -29,20 +27,20 @@ class StepTrials:
     runs: tuple[Measurement, ...]
     noise: float
     """Relative standard error of a step time: the median over trials, at least `LEAST_NOISE`."""
-    steps: Floats
+    steps: FloatArray
     """(R,) accumulation steps."""
-    shards: Floats
+    shards: FloatArray
     """(R, n)"""
-    log_step_s: Floats
+    log_step_s: FloatArray
     """(R,) logarithms of seconds a step."""
     counts: StepCounts
     tells_busy: bool
     """Whether every trial has busy times."""
 
     @classmethod
-    def of(cls, attempts: Sequence[Attempt]) -> StepTrials:
-        """Of the attempts that ran: at least one must have."""
-        runs = tuple(a.measurement for a in attempts if a.measurement.throughput is not None)
+    def of(cls, trials: Sequence[JudgedTrial]) -> StepTrials:
+        """Of the trials that ran: at least one must have."""
+        runs = tuple(a.measurement for a in trials if a.measurement.throughput is not None)
         steps = np.array([run.split.accumulation_steps for run in runs], dtype=float)
         shards = np.array([run.split.shard_sizes for run in runs], dtype=float)
         return cls(
@@ -60,12 +58,12 @@ class StepTrials:
         return int(self.shards.shape[1])
 
     @property
-    def busy_s(self) -> Floats:
+    def busy_s(self) -> FloatArray:
         """(R, n) seconds of a micro-step in which each device worked, where `tells_busy`."""
         return np.array([run.device_busy_s for run in self.runs], dtype=float)
 
     @property
-    def micro_step_s(self) -> Floats:
+    def micro_step_s(self) -> FloatArray:
         """(R,) seconds of a micro-step; of whole steps alone, an equal part of one."""
         return np.array([_micro_step_s(run) for run in self.runs])
 

@@ -10,7 +10,6 @@ from typing import Literal, Protocol
 import numpy as np
 
 from splittune.search.arrays import BoolArray, FloatArray
-from splittune.search.attempts import Attempt
 from splittune.search.candidates.acquisition import CandidateScores, expected_improvement, joint_feasibility
 from splittune.search.candidates.balance import TimeOfShares
 from splittune.search.candidates.generate import candidates, failures_on_alike
@@ -22,6 +21,7 @@ from splittune.search.candidates.table import (
     listed_table,
     open_rows,
 )
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
 from splittune.search.models.step_time import TimeModel
 from splittune.split import BatchSplit, SplitSpace
@@ -114,7 +114,7 @@ class SearchState:
     tables: SpaceTables
     demands: FloatArray
     """(n,) bytes that every device must keep free."""
-    trials: Sequence[Attempt]
+    trials: Sequence[JudgedTrial]
     """Oldest first."""
     memory: MemoryModel
     """It has seen `trials`."""
@@ -167,7 +167,7 @@ class SearchState:
 
     def score_candidates(
         self,
-        failures: Sequence[Attempt],
+        failures: Sequence[JudgedTrial],
         *,
         steps: FloatArray | None = None,
         curve_sets: Sequence[Sequence[TimeOfShares]] = (),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splittune.search.attempts import Attempt, known_infeasible
 from splittune.search.candidates.table import open_rows
+from splittune.search.judged_trials import JudgedTrial, known_infeasible
 from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit
 
@@ -41,7 +41,7 @@ class FindBaseline:
         return _towards_baseline(safe.split(0))
 
 
-def bisect_baseline(even_splits: Sequence[BatchSplit], trials: Sequence[Attempt]) -> Proposal | None:
+def bisect_baseline(even_splits: Sequence[BatchSplit], trials: Sequence[JudgedTrial]) -> Proposal | None:
     """The even split to measure next where no model tells which fit; None once that is known.
 
     `even_splits` begin with the fewest steps. Steps are doubled until a split fits (the last one is

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from splittune.search.attempts import Attempt
 from splittune.search.candidates.table import open_rows
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
 from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables
 from splittune.search.policies.baseline import FindBaseline
@@ -56,27 +56,27 @@ class Proposer:
         self._tables = SpaceTables.of(space)
         self._demands = np.array(min_headroom_bytes, dtype=float)
         self._memory = MemoryModel((), space.num_devices)
-        self._seen: list[Attempt] = []
+        self._seen: list[JudgedTrial] = []
 
-    def propose(self, trials: Sequence[Attempt]) -> Proposal | None:
+    def propose(self, trials: Sequence[JudgedTrial]) -> Proposal | None:
         """The next split; None when no other is worth measuring."""
         return propose(self.state(trials))
 
-    def state(self, trials: Sequence[Attempt]) -> SearchState:
+    def state(self, trials: Sequence[JudgedTrial]) -> SearchState:
         """What the policies see after these trials."""
         self._learn(trials)
         return SearchState(tables=self._tables, demands=self._demands, trials=trials, memory=self._memory)
 
-    def has_open(self, trials: Sequence[Attempt]) -> bool:
+    def has_open(self, trials: Sequence[JudgedTrial]) -> bool:
         """Whether a listed split is neither measured nor ruled out; none is where nothing fits."""
         return any(trial.fits for trial in trials) and bool(open_rows(self._tables.listed, trials).any())
 
-    def warnings(self, trials: Sequence[Attempt]) -> tuple[str, ...]:
+    def warnings(self, trials: Sequence[JudgedTrial]) -> tuple[str, ...]:
         """What the models could not explain, in sentences; empty where they fitted."""
         state = self.state(trials)
         return (*state.memory.warnings(), *state.time.warnings()) if state.any_ran else ()
 
-    def _learn(self, trials: Sequence[Attempt]) -> None:
+    def _learn(self, trials: Sequence[JudgedTrial]) -> None:
         known = len(self._seen)
         if list(trials[:known]) != self._seen:
             self._memory, known = MemoryModel((), self._tables.space.num_devices), 0

@@ -68,6 +68,6 @@ class RiskyImprovement:
         """(N,) how likely each keeps its headroom; 0 with a shard that kept too little before."""
         fits = scores.needed.feasibility_below(scores.limits)
         for trial in state.trials:
-            for device in trial.lacking:
+            for device in trial.oom_devices:
                 fits[scores.table.shards[:, device] == trial.split.shard_sizes[device]] = 0.0
         return fits

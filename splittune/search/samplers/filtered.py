@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from splittune.search.attempts import Attempt, known_infeasible
 from splittune.search.candidates.table import even_table, listed_table, open_rows
+from splittune.search.judged_trials import JudgedTrial, known_infeasible
 from splittune.search.policies.baseline import bisect_baseline
 from splittune.search.samplers.base import SplitSampler
 from splittune.search.samplers.parameters import distributions_of, split_of
-from splittune.search.storage.records import read_attempts
+from splittune.search.storage.records import read_judged_trials
 
 if TYPE_CHECKING:
     import optuna
@@ -45,20 +45,20 @@ class FilteredSampler(SplitSampler):
         self._evens = even_table(space).splits()
         self._listed = listed_table(space)
 
-    def why_stop(self, trials: Sequence[Attempt]) -> Stopped | None:
+    def why_stop(self, trials: Sequence[JudgedTrial]) -> Stopped | None:
         """The search is over when no listed split is open any more."""
         return None if open_rows(self._listed, trials).any() else "space exhausted"
 
-    def warnings(self, trials: Sequence[Attempt]) -> tuple[str, ...]:
+    def warnings(self, trials: Sequence[JudgedTrial]) -> tuple[str, ...]:
         """None: no model is behind these proposals."""
         return ()
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        self._inner = self._make_inner(len(read_attempts(study)))
+        self._inner = self._make_inner(len(read_judged_trials(study)))
         self._inner.before_trial(study, trial)
 
     def choose(self, study: optuna.Study, trial: FrozenTrial) -> BatchSplit:
-        trials = read_attempts(study)
+        trials = read_judged_trials(study)
         even = bisect_baseline(self._evens, trials)
         if even is not None:
             self.reason = even.reason
@@ -102,7 +102,7 @@ class FilteredSampler(SplitSampler):
                 params[name] = inner.sample_independent(study, latest, name, distribution)
         return params
 
-    def _open_near(self, wanted: BatchSplit, trials: Sequence[Attempt]) -> BatchSplit:
+    def _open_near(self, wanted: BatchSplit, trials: Sequence[JudgedTrial]) -> BatchSplit:
         """`wanted` if it is open or nothing is, else the nearest that is open."""
         if not any(trial.split == wanted for trial in trials) and not known_infeasible(wanted, trials):
             return wanted

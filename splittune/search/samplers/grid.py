@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from splittune.search.candidates.table import listed_table
 from splittune.search.samplers.base import SplitSampler
-from splittune.search.storage.records import read_attempts
+from splittune.search.storage.records import read_judged_trials
 
 if TYPE_CHECKING:
     import optuna
@@ -25,6 +25,6 @@ class GridSampler(SplitSampler):
         self._order = sorted(range(len(self._table)), key=lambda row: int(f"{row:0{digits}b}"[::-1], 2))
 
     def choose(self, study: optuna.Study, trial: FrozenTrial) -> BatchSplit:
-        measured = {judged.split for judged in read_attempts(study)}
+        measured = {judged.split for judged in read_judged_trials(study)}
         splits = (self._table.split(row) for row in self._order)
         return next((split for split in splits if split not in measured), self._table.split(0))

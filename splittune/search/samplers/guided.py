@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from optuna.trial import TrialState
 
-from splittune.search.attempts import Attempt, best_trial
 from splittune.search.headroom import headroom_demands
+from splittune.search.judged_trials import JudgedTrial, best_trial
 from splittune.search.policies.base import Proposal
 from splittune.search.policies.proposer import Proposer
 from splittune.search.samplers.base import SplitSampler
-from splittune.search.storage.records import demand, read_attempt, read_attempts
+from splittune.search.storage.records import demand, read_judged_trial, read_judged_trials
 
 if TYPE_CHECKING:
     import optuna
@@ -43,15 +43,15 @@ class GuidedSampler(SplitSampler):
         super().__init__(space)
         self.demands = headroom_demands(min_headroom_bytes, space.num_devices)
         self._proposer = Proposer(space, self.demands)
-        self._latest: tuple[list[Attempt], Proposal | None] | None = None
+        self._latest: tuple[list[JudgedTrial], Proposal | None] | None = None
 
-    def why_stop(self, trials: Sequence[Attempt]) -> Stopped | None:
+    def why_stop(self, trials: Sequence[JudgedTrial]) -> Stopped | None:
         """Why no further trial is worth its time; None while one is."""
         if self._propose(trials) is not None:
             return None
         return "converged" if self._proposer.has_open(trials) else "space exhausted"
 
-    def warnings(self, trials: Sequence[Attempt]) -> tuple[str, ...]:
+    def warnings(self, trials: Sequence[JudgedTrial]) -> tuple[str, ...]:
         """What the models could not explain, in sentences; empty where they fitted."""
         return self._proposer.warnings(trials)
 
@@ -59,7 +59,7 @@ class GuidedSampler(SplitSampler):
         demand(study, self.demands)
 
     def choose(self, study: optuna.Study, trial: FrozenTrial) -> BatchSplit:
-        trials = read_attempts(study)
+        trials = read_judged_trials(study)
         proposal = self._propose(trials)
         if proposal is None:  # asked for more than is worth measuring
             self.reason = "nothing is left to gain: the best once more"
@@ -70,15 +70,15 @@ class GuidedSampler(SplitSampler):
     def after_trial(
         self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
-        judged = read_attempt(trial, self.demands) if state is not TrialState.FAIL else None
-        if judged is None or self._propose([*read_attempts(study), judged]) is not None:
+        judged = read_judged_trial(trial, self.demands) if state is not TrialState.FAIL else None
+        if judged is None or self._propose([*read_judged_trials(study), judged]) is not None:
             return
         try:
             study.stop()
         except RuntimeError:  # not inside optimize(): whoever asks and tells decides when to stop
             return
 
-    def _propose(self, trials: Sequence[Attempt]) -> Proposal | None:
+    def _propose(self, trials: Sequence[JudgedTrial]) -> Proposal | None:
         """What the proposer proposes, worked out once."""
         if self._latest is None or self._latest[0] != list(trials):
             self._latest = list(trials), self._proposer.propose(trials)

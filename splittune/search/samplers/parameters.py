@@ -56,7 +56,7 @@ def params_of(space: SplitSpace, split: BatchSplit) -> dict[str, int | float]:
 def split_of(space: SplitSpace, params: Mapping[str, int | float]) -> BatchSplit:
     """The split of `space` nearest to any values within `distributions_of`.
 
-    Of the steps with the same largest micro-batch it has the fewest. Shares of every device are taken
+    Of the steps with the same largest micro-batch it has the fewest. Shares of each device are taken
     in proportion.
     """
     steps, size = next((k, m) for k, m in reversed(list(micro_batches(space))) if k <= params[STEPS])

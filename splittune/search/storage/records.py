@@ -1,4 +1,4 @@
-"""Attempts as Optuna trials: how they are written, and read back."""
+"""Judged trials as Optuna trials: how they are written, and read back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt, lacking_devices
+from splittune.search.judged_trials import JudgedTrial
 
 if TYPE_CHECKING:
     import optuna
@@ -22,15 +22,15 @@ _DEMANDS = "min_headroom_bytes"
 
 
 def tell(
-    study: optuna.Study, trial: optuna.Trial, attempt: Attempt, *, min_headroom_bytes: Sequence[int], reason: str
+    study: optuna.Study, trial: optuna.Trial, judged: JudgedTrial, *, min_headroom_bytes: Sequence[int], reason: str
 ) -> None:
     """Finish `trial` with what was measured.
 
     A split that did not run is PRUNED: samplers ignore what is FAIL.
     """
-    _note(trial, attempt, min_headroom_bytes, reason)
-    if _has_value(attempt):
-        study.tell(trial, attempt.measurement.throughput)
+    _note(trial, judged, min_headroom_bytes, reason)
+    if _has_value(judged):
+        study.tell(trial, judged.measurement.throughput)
     else:
         study.tell(trial, state=TrialState.PRUNED)
 
@@ -42,20 +42,19 @@ def report(trial: optuna.Trial, measurement: Measurement) -> float:
         optuna.TrialPruned: the split ran out of memory or crashed.
     """
     demands = trial.study.user_attrs.get(_DEMANDS) or [0] * measurement.split.num_devices
-    judged = measurement.judged(demands)
-    attempt = Attempt(measurement=judged, lacking=lacking_devices(judged, demands))
-    _note(trial, attempt, demands, getattr(trial.study.sampler, "reason", ""))
-    if not _has_value(attempt):
-        raise TrialPruned(judged.message)
-    assert judged.throughput is not None
-    return judged.throughput
+    judged = JudgedTrial.of(measurement, demands)
+    _note(trial, judged, demands, getattr(trial.study.sampler, "reason", ""))
+    if not _has_value(judged):
+        raise TrialPruned(judged.measurement.message)
+    assert judged.measurement.throughput is not None
+    return judged.measurement.throughput
 
 
-def _has_value(attempt: Attempt) -> bool:
-    return attempt.measurement.outcome in (Outcome.OK, Outcome.NO_HEADROOM)
+def _has_value(judged: JudgedTrial) -> bool:
+    return judged.measurement.outcome in (Outcome.OK, Outcome.NO_HEADROOM)
 
 
-def _note(trial: optuna.Trial, attempt: Attempt, min_headroom_bytes: Sequence[int], reason: str) -> None:
+def _note(trial: optuna.Trial, judged: JudgedTrial, min_headroom_bytes: Sequence[int], reason: str) -> None:
     """Write what was measured into the trial.
 
     User attributes hold the split, the reason and the whole measurement. Constraints, positive
@@ -63,12 +62,12 @@ def _note(trial: optuna.Trial, attempt: Attempt, min_headroom_bytes: Sequence[in
     amount is unknown), and 1 for each of ``"out_of_memory"``, ``"crashed"`` and ``"no_headroom"``,
     the last where no device is known to lack any.
     """
-    split, measurement = attempt.split, attempt.measurement
+    split, measurement = judged.split, judged.measurement
     trial.set_user_attr("gpu0_bsz", split.gpu0_bsz)
     trial.set_user_attr("shard_sizes", list(split.shard_sizes))
     trial.set_user_attr("reason", reason)
     trial.set_user_attr("measurement", measurement.to_dict())
-    for name, overflow in _constraints(attempt, min_headroom_bytes).items():
+    for name, overflow in _constraints(judged, min_headroom_bytes).items():
         trial.set_constraint(name, overflow)
 
 
@@ -88,7 +87,7 @@ def demand(study: optuna.Study, min_headroom_bytes: Sequence[int]) -> None:
         study.set_user_attr(_DEMANDS, list(min_headroom_bytes))
 
 
-def attempt_of(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> Attempt:
+def judged_trial_of(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> JudgedTrial:
     """What `tell` wrote, judged by the headroom demanded now.
 
     Raises:
@@ -102,26 +101,25 @@ def attempt_of(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> Attempt
     measurement = Measurement.from_dict(trial.user_attrs["measurement"])
     if measurement.outcome is Outcome.NO_HEADROOM and measurement.memory:
         measurement = replace(measurement, outcome=Outcome.OK, message="")
-    measurement = measurement.judged(min_headroom_bytes)
-    return Attempt(measurement=measurement, lacking=lacking_devices(measurement, min_headroom_bytes))
+    return JudgedTrial.of(measurement, min_headroom_bytes)
 
 
-def read_attempt(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> Attempt | None:
+def read_judged_trial(trial: FrozenTrial, min_headroom_bytes: Sequence[int]) -> JudgedTrial | None:
     """What `tell` or `report` wrote; None where neither did."""
-    return attempt_of(trial, min_headroom_bytes) if "measurement" in trial.user_attrs else None
+    return judged_trial_of(trial, min_headroom_bytes) if "measurement" in trial.user_attrs else None
 
 
-def read_attempts(study: optuna.Study) -> list[Attempt]:
+def read_judged_trials(study: optuna.Study) -> list[JudgedTrial]:
     """Everything measured so far, oldest first."""
     trials = finished_trials(study)
     if not trials:
         return []
     demands = study.user_attrs[_DEMANDS]
-    return [attempt_of(trial, demands) for trial in trials]
+    return [judged_trial_of(trial, demands) for trial in trials]
 
 
-def _constraints(attempt: Attempt, min_headroom_bytes: Sequence[int]) -> dict[str, float]:
-    measurement = attempt.measurement
+def _constraints(judged: JudgedTrial, min_headroom_bytes: Sequence[int]) -> dict[str, float]:
+    measurement = judged.measurement
     if measurement.outcome is Outcome.CRASHED:
         return {"crashed": 1.0}
     constraints = {
@@ -129,11 +127,11 @@ def _constraints(attempt: Attempt, min_headroom_bytes: Sequence[int]) -> dict[st
         / max(memory.total_bytes, 1)
         for memory in measurement.memory
     }
-    for device in attempt.lacking:
+    for device in judged.oom_devices:
         name = f"{_DEVICE}{device}"
         constraints[name] = constraints[name] if constraints.get(name, 0) > 0 else 1.0
     if measurement.outcome is Outcome.OUT_OF_MEMORY:
         constraints["out_of_memory"] = 1.0
-    elif measurement.outcome is Outcome.NO_HEADROOM and not attempt.lacking:
+    elif measurement.outcome is Outcome.NO_HEADROOM and not judged.oom_devices:
         constraints["no_headroom"] = 1.0
     return constraints

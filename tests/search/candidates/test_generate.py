@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from splittune.profiling.measurement import Outcome
-from splittune.search.attempts import Attempt
 from splittune.search.candidates.generate import candidates, failures_on_alike
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
 from splittune.split import BatchSplit, SplitSpace
 from tests.search.problem import MIB, card_memory, even, job, split, trial
@@ -15,12 +15,12 @@ from tests.search.problem import MIB, card_memory, even, job, split, trial
 B = 64
 
 
-def learned(*tried: BatchSplit) -> tuple[MemoryModel, list[Attempt]]:
+def learned(*tried: BatchSplit) -> tuple[MemoryModel, list[JudgedTrial]]:
     """Four cards of one kind with room for 1,000 MiB, GPU 0 with room for anything."""
     cards = [card_memory(is_first=True, sample=40), *[card_memory(sample=40, total=1000)] * 3]
     problem = job(cards, B=B)
-    attempts = [trial(problem, one, (0, *[100 * MIB] * 3)) for one in tried]
-    return MemoryModel(attempts, 4), attempts
+    trials = [trial(problem, one, (0, *[100 * MIB] * 3)) for one in tried]
+    return MemoryModel(trials, 4), trials
 
 
 def limits() -> tuple[float, ...]:
@@ -40,15 +40,15 @@ def test_only_the_micro_batches_of_the_steps_asked_for() -> None:
 
 def test_a_replica_that_lacked_memory_stands_for_its_kind() -> None:
     """GPU 1 kept no headroom with 18 of 33 samples: neither would GPU 2 or GPU 3, in a micro-batch of as little as 22."""
-    model, attempts = learned(even(B, 16, 4), split(B, 2, 8, 18, 3, 3))
-    assert attempts[1].measurement.outcome is Outcome.NO_HEADROOM
-    failures = failures_on_alike(attempts, model, limits())
+    model, trials = learned(even(B, 16, 4), split(B, 2, 8, 18, 3, 3))
+    assert trials[1].measurement.outcome is Outcome.NO_HEADROOM
+    failures = failures_on_alike(trials, model, limits())
     assert [failure.split for failure in failures] == [
         split(B, 3, 4, 18, 0, 0),
         split(B, 3, 4, 0, 18, 0),
         split(B, 3, 4, 0, 0, 18),
     ]
-    assert [failure.lacking for failure in failures] == [{1}, {2}, {3}]
+    assert [failure.oom_devices for failure in failures] == [{1}, {2}, {3}]
     assert any(failure.rules_out(split(B, 3, 2, 1, 18, 1)) for failure in failures)
     assert not any(failure.rules_out(split(B, 3, 2, 1, 17, 2)) for failure in failures)
     assert not any(failure.rules_out(split(B, 1, 8, 18, 18, 20)) for failure in failures)
@@ -56,21 +56,21 @@ def test_a_replica_that_lacked_memory_stands_for_its_kind() -> None:
 
 def test_a_card_with_more_room_is_not_held_to_it() -> None:
     """GPU 3 has room for more than what was too much for GPU 1."""
-    model, attempts = learned(even(B, 16, 4), split(B, 2, 8, 18, 3, 3))
-    failures = failures_on_alike(attempts, model, (1e12, 900.0 * MIB, 900.0 * MIB, 2000.0 * MIB))
-    assert [failure.lacking for failure in failures] == [{1}, {2}]
+    model, trials = learned(even(B, 16, 4), split(B, 2, 8, 18, 3, 3))
+    failures = failures_on_alike(trials, model, (1e12, 900.0 * MIB, 900.0 * MIB, 2000.0 * MIB))
+    assert [failure.oom_devices for failure in failures] == [{1}, {2}]
 
 
-@pytest.mark.parametrize("lacking", [frozenset({0}), frozenset[int]()])
-def test_gpu0_stands_for_none(lacking: frozenset[int]) -> None:
+@pytest.mark.parametrize("oom_devices", [frozenset({0}), frozenset[int]()])
+def test_gpu0_stands_for_none(oom_devices: frozenset[int]) -> None:
     """What GPU 0 lacked, or nobody knows who, says nothing of the others."""
-    model, attempts = learned(even(B, 16, 4), split(B, 2, 8, 18, 3, 3))
-    assert failures_on_alike([replace(attempts[1], lacking=lacking)], model, limits()) == []
+    model, trials = learned(even(B, 16, 4), split(B, 2, 8, 18, 3, 3))
+    assert failures_on_alike([replace(trials[1], oom_devices=oom_devices)], model, limits()) == []
 
 
 def test_the_whole_batch_at_once_says_nothing_of_accumulation() -> None:
     """A failure in a single step holds for single steps and, being the lighter, for more."""
-    model, attempts = learned(even(B, 16, 4), split(B, 1, 38, 20, 3, 3))
-    failures = failures_on_alike(attempts, model, limits())
+    model, trials = learned(even(B, 16, 4), split(B, 1, 38, 20, 3, 3))
+    failures = failures_on_alike(trials, model, limits())
     assert {failure.split.accumulation_steps for failure in failures} == {1}
     assert any(failure.rules_out(split(B, 1, 40, 1, 20, 3)) for failure in failures)

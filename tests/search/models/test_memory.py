@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.problems.problem import Problem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import MemoryModel
-from splittune.search.attempts import Attempt
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import LEAST_WIDENING, SETTLED_MARGIN, Interval
 from splittune.search.models.memory_readings import REPEATABILITY
 from splittune.split import BatchSplit
@@ -105,8 +105,8 @@ def test_before_anything_ran_nothing_is_limited() -> None:
     nothing of that.
     """
     out_of_memory = Measurement(split=even(B, 1, 2), outcome=Outcome.OUT_OF_MEMORY)
-    for attempts in ([], [Attempt(measurement=out_of_memory)]):
-        model = MemoryModel(attempts, 2)
+    for judged in ([], [JudgedTrial(measurement=out_of_memory)]):
+        model = MemoryModel(judged, 2)
         assert (interval(model, even(B, 4, 2)).most == 0).all()
         assert np.isinf(model.budget_bytes).all()
         assert model.warnings() == ()
@@ -115,7 +115,7 @@ def test_before_anything_ran_nothing_is_limited() -> None:
 def test_trials_without_memory_readings_say_nothing_of_memory() -> None:
     """Where nobody reads memory the model stays without limits instead of failing."""
     ran = Measurement(split=even(B, 4, 2), outcome=Outcome.OK, whole_step_times_s=(1.0,))
-    model = MemoryModel([Attempt(measurement=ran)] * 2, 2)
+    model = MemoryModel([JudgedTrial(measurement=ran)] * 2, 2)
     assert (interval(model, even(B, 1, 2)).most == 0).all()
     assert model.errors == []
 
@@ -242,11 +242,11 @@ def test_a_single_step_is_learned_from_the_peak_of_a_single_micro_batch() -> Non
     problem = job(cards, B=B)
     ran = trial(problem, even(B, 32, 2))
     silent = [replace(reading, single_step_peak_bytes=None) for reading in ran.measurement.memory]
-    untold = Attempt(measurement=replace(ran.measurement, memory=tuple(silent)))
+    untold = JudgedTrial(measurement=replace(ran.measurement, memory=tuple(silent)))
     one_step = split(B, 1, 63, 1)
     truth, most = truth_of(problem, [one_step]), []
-    for attempt in (ran, untold):
-        told = interval(MemoryModel([attempt], 2), one_step)
+    for one in (ran, untold):
+        told = interval(MemoryModel([one], 2), one_step)
         assert (told.least <= truth).all()
         assert (told.most >= truth).all()
         most.append(float(told.most[0, 1]) / MIB)
@@ -260,11 +260,11 @@ def test_running_out_of_memory_raises_the_least_to_what_was_there() -> None:
     problem = job([card_memory(is_first=True), card_memory(sample=60, total=1000)], B=B)
     failed, larger = split(B, 2, 8, 24), split(B, 1, 8, 56)
     before = trials(problem, [even(B, 32, 2)])
-    attempt = trial(problem, failed)
-    assert attempt.lacking == {1}
+    one = trial(problem, failed)
+    assert one.oom_devices == {1}
     model = MemoryModel(before, 2)
     unsuspecting = interval(model, failed).least[0, 1]
-    model.observe([attempt])
+    model.observe([one])
     told = interval(model, failed, larger)
     assert told.least[0, 1] >= 0.99 * 1000 * MIB > unsuspecting
     assert told.least[1, 1] > 1000 * MIB
@@ -298,7 +298,7 @@ def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
     assert story.model.warnings() == (), "the cards are far from full"
     fuller = [replace(memory, total_bytes=3 * memory.peak_reserved_bytes) for memory in exceeding.measurement.memory]
     measurement = replace(exceeding.measurement, memory=tuple(fuller))
-    story.model.observe([Attempt(measurement=measurement, lacking=frozenset())])
+    story.model.observe([JudgedTrial(measurement=measurement, oom_devices=frozenset())])
     (doubt,) = story.model.warnings()
     assert doubt.startswith("The memory model did not fit: ")
 
@@ -311,7 +311,7 @@ def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
     model = MemoryModel(trials(problem, [even(B, 32, 2), even(B, 16, 2), even(B, 8, 2)]), 2)
     said = f"device 1: {Outcome.OUT_OF_MEMORY}"
     failed = Measurement(split=even(B, 4, 2), outcome=Outcome.OUT_OF_MEMORY, message=said)
-    model.observe([Attempt(measurement=failed, lacking=frozenset({1}))])
+    model.observe([JudgedTrial(measurement=failed, oom_devices=frozenset({1}))])
     assert model.errors[-1] > 0
     assert model.margin >= LEAST_WIDENING
 
@@ -323,21 +323,21 @@ def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
     tried = trials(job([card_memory(is_first=True), card_memory(sample=20)], B=B), [even(B, k, 2) for k in (32, 16, 8)])
 
     def learned(total_bytes: int) -> MemoryModel:
-        attempts = []
-        for attempt, extra in zip(tried, (0, 20, 20), strict=True):
+        judged = []
+        for one, extra in zip(tried, (0, 20, 20), strict=True):
             held = [
-                replace(one, peak_reserved_bytes=one.peak_allocated_bytes + extra * MIB, total_bytes=total_bytes)
-                for one in attempt.measurement.memory
+                replace(memory, peak_reserved_bytes=memory.peak_allocated_bytes + extra * MIB, total_bytes=total_bytes)
+                for memory in one.measurement.memory
             ]
-            attempts.append(replace(attempt, measurement=replace(attempt.measurement, memory=tuple(held))))
-        return MemoryModel(attempts, 2)
+            judged.append(replace(one, measurement=replace(one.measurement, memory=tuple(held))))
+        return MemoryModel(judged, 2)
 
     told = interval(learned(10**12), even(B, 4, 2))
     after_flush, most = told.most_after_cache_flush[0, 1], told.most[0, 1]
     assert most - after_flush > 15 * MIB
     model = learned(int(after_flush + most) // 2)
     failed = Measurement(split=even(B, 4, 2), outcome=Outcome.OUT_OF_MEMORY, message="device 1: out of memory")
-    model.observe([Attempt(measurement=failed, lacking=frozenset({1}))])
+    model.observe([JudgedTrial(measurement=failed, oom_devices=frozenset({1}))])
     assert model.errors[-1] > 0
     assert model.margin >= LEAST_WIDENING
 
@@ -348,7 +348,7 @@ def test_what_a_stranger_took_is_forgotten_with_the_margin() -> None:
     """
     problem = job([card_memory(is_first=True), card_memory(), card_memory()], B=1024)
 
-    def held(shares: tuple[int, int, int], *, more: float) -> Attempt:
+    def held(shares: tuple[int, int, int], *, more: float) -> JudgedTrial:
         """2,000 MiB and 100 for each sample, on GPU 2 a fifth more, and on GPU 1 `more` times that."""
         told = trial(problem, split(1024, -(-1024 // sum(shares)), *shares))
         peaks = [(2000 + 100 * s) * MIB * kind * (s > 0) for s, kind in zip(shares, (1, more, 1.2), strict=True)]
@@ -381,7 +381,7 @@ def test_a_failure_of_nobody_knows_which_device_teaches_nothing() -> None:
     model = MemoryModel(trials(problem, [even(B, 32, 2), even(B, 16, 2)]), 2)
     told = interval(model, even(B, 1, 2))
     errors = list(model.errors)
-    model.observe([Attempt(measurement=Measurement(split=even(B, 2, 2), outcome=Outcome.OUT_OF_MEMORY))])
+    model.observe([JudgedTrial(measurement=Measurement(split=even(B, 2, 2), outcome=Outcome.OUT_OF_MEMORY))])
     assert model.errors == errors
     assert (interval(model, even(B, 1, 2)).most == told.most).all()
 

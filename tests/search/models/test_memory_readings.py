@@ -8,7 +8,7 @@ import pytest
 
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory_readings import QUANTUM_BYTES, MemoryReadings, row_of, rows_of
 from splittune.split import BatchSplit
 from tests.search.problem import MIB, even, split
@@ -31,7 +31,7 @@ def ran(tried: BatchSplit, *readings: DeviceMemory | float) -> Measurement:
     return Measurement(split=tried, outcome=Outcome.OK, whole_step_times_s=(1.0,), memory=told)
 
 
-def peaks(*runs: Measurement, failures: Sequence[Attempt] = ()) -> MemoryReadings:
+def peaks(*runs: Measurement, failures: Sequence[JudgedTrial] = ()) -> MemoryReadings:
     return MemoryReadings(runs[0].split.num_devices, list(runs), list(failures))
 
 
@@ -153,10 +153,10 @@ def test_a_failure_is_a_row_of_the_devices_that_lacked_memory() -> None:
     """Where a device ran out, its row is known to need what fills it; those that did not tell
     nothing.
     """
-    failed = Attempt(
-        measurement=Measurement(split=split(B, 2, 4, 12), outcome=Outcome.OUT_OF_MEMORY), lacking=frozenset({1})
+    failed = JudgedTrial(
+        measurement=Measurement(split=split(B, 2, 4, 12), outcome=Outcome.OUT_OF_MEMORY), oom_devices=frozenset({1})
     )
-    seen = peaks(ran(even(B, 4, 2), 90, 90), failures=[failed, replace(failed, lacking=frozenset())])
+    seen = peaks(ran(even(B, 4, 2), 90, 90), failures=[failed, replace(failed, oom_devices=frozenset())])
     (row,) = seen.oom_rows(1)
     assert row.tolist() == [1, 12, 1]
     assert seen.oom_rows(0) == []

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from benchmarks.problems.problem import CardTime, Problem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import TimeModel
-from splittune.search.attempts import Attempt
+from splittune.search.judged_trials import JudgedTrial
 from splittune.split import BatchSplit
 from tests.search.problem import card_memory, even, job, rows, split, trials
 
@@ -80,11 +80,11 @@ def test_what_the_form_does_not_explain_is_followed_where_it_was_measured() -> N
     far one not.
     """
     problem = job(3, B=B)
-    attempts = trials(problem, [even(B, k, 3) for k in (16, 8, 4, 2)])
+    judged = trials(problem, [even(B, k, 3) for k in (16, 8, 4, 2)])
     odd = split(B, 2, 2, 15, 15)
     measured = trials(problem, [odd])[0].measurement
     slow = replace(measured, micro_step_times_s=tuple(1.3 * time for time in measured.micro_step_times_s))
-    straight, model = TimeModel(attempts), TimeModel([*attempts, Attempt(measurement=slow)])
+    straight, model = TimeModel(judged), TimeModel([*judged, JudgedTrial(measurement=slow)])
     step_s = slow.step_time_s
     assert step_s is not None
     assert predicted(model, odd)[0] == pytest.approx(step_s, rel=0.05)
@@ -114,16 +114,16 @@ def test_noise_is_no_misfit() -> None:
 def test_times_that_no_form_explains_are_told() -> None:
     """Where the form leaves more than noise, the model says that it did not fit."""
     problem = job(2, B=B)
-    attempts = trials(problem, [even(B, k, 2) for k in (32, 16, 8, 4, 2, 1)])
+    judged = trials(problem, [even(B, k, 2) for k in (32, 16, 8, 4, 2, 1)])
     wild = [
-        Attempt(
+        JudgedTrial(
             measurement=replace(
                 a.measurement,
                 device_busy_s=None,
                 micro_step_times_s=tuple(t * (3.0 if i % 2 else 0.4) for t in a.measurement.micro_step_times_s),
             )
         )
-        for i, a in enumerate(attempts)
+        for i, a in enumerate(judged)
     ]
     (doubt,) = TimeModel(wild).warnings()
     assert doubt.startswith("The time model did not fit: its form leaves ")
@@ -265,8 +265,8 @@ def test_only_what_ran_counts() -> None:
     """Failures have no times; a split that kept too little headroom ran, and counts."""
     problem = job(2, B=B)
     ran = trials(problem, [even(B, k, 2) for k in (16, 4)])
-    failed = Attempt(measurement=Measurement(split=even(B, 1, 2), outcome=Outcome.OUT_OF_MEMORY))
-    tight = Attempt(measurement=replace(ran[1].measurement, outcome=Outcome.NO_HEADROOM))
+    failed = JudgedTrial(measurement=Measurement(split=even(B, 1, 2), outcome=Outcome.OUT_OF_MEMORY))
+    tight = JudgedTrial(measurement=replace(ran[1].measurement, outcome=Outcome.NO_HEADROOM))
     both = [TimeModel([ran[0], failed, ran[1]]), TimeModel([ran[0], tight])]
     assert predicted(both[0], even(B, 1, 2)) == pytest.approx(predicted(both[1], even(B, 1, 2)))
 
@@ -287,7 +287,7 @@ def test_whole_steps_alone_are_enough() -> None:
     """
     problem = job(2, B=B)
     ran = [
-        Attempt(
+        JudgedTrial(
             measurement=Measurement(
                 split=tried, outcome=Outcome.OK, whole_step_times_s=(float(truth(problem, tried)[0]),) * 3
             )

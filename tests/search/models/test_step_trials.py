@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.step_trials import LEAST_NOISE, StepTrials
 from tests.search.problem import even, job, split, trials
 
@@ -17,7 +17,7 @@ def test_trials_that_ran_are_rows() -> None:
     """Failures have no row; steps, shards and step times stand in the order of the trials."""
     problem = job(2, B=B)
     ran = trials(problem, [even(B, 8, 2), split(B, 4, 6, 10)])
-    failed = Attempt(measurement=Measurement(split=even(B, 1, 2), outcome=Outcome.OUT_OF_MEMORY))
+    failed = JudgedTrial(measurement=Measurement(split=even(B, 1, 2), outcome=Outcome.OUT_OF_MEMORY))
     told = StepTrials.of([ran[0], failed, ran[1]])
     assert told.steps.tolist() == [8, 4]
     assert told.shards.tolist() == [[4, 4], [6, 10]]
@@ -30,7 +30,7 @@ def test_trials_that_ran_are_rows() -> None:
 def test_a_whole_step_alone_gives_an_equal_part_to_each_micro_step() -> None:
     """2 s for 4 micro-steps are 0.5 s each; without memory readings no total is known."""
     whole = Measurement(split=even(B, 4, 2), outcome=Outcome.OK, whole_step_times_s=(2.0,))
-    told = StepTrials.of([Attempt(measurement=whole)])
+    told = StepTrials.of([JudgedTrial(measurement=whole)])
     assert told.micro_step_s.tolist() == [0.5]
     assert told.totals == [0, 0]
     assert not told.tells_busy
@@ -42,5 +42,5 @@ def test_the_noise_is_that_of_the_trial_in_the_middle() -> None:
     ran = trials(problem, [even(B, k, 2) for k in (16, 8, 4)])
     assert StepTrials.of(ran).noise == LEAST_NOISE
     wild = replace(ran[0].measurement, micro_step_times_s=(0.1, 0.2, 0.3))
-    assert StepTrials.of([Attempt(measurement=wild), *ran[1:]]).noise == LEAST_NOISE
-    assert StepTrials.of([Attempt(measurement=wild)]).noise == pytest.approx(1.25 * 0.1 / 3**0.5 / 0.2, rel=0.01)
+    assert StepTrials.of([JudgedTrial(measurement=wild), *ran[1:]]).noise == LEAST_NOISE
+    assert StepTrials.of([JudgedTrial(measurement=wild)]).noise == pytest.approx(1.25 * 0.1 / 3**0.5 / 0.2, rel=0.01)

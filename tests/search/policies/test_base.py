@@ -60,9 +60,9 @@ def test_what_one_card_had_no_headroom_for_is_not_tried_on_another_of_its_kind()
     problem = two_kinds()
     _, trials = search(problem, most=12)
     kind = {2, 3, 4, 5}
-    failed = next(place for place, one in enumerate(trials) if one.lacking & kind)
-    assert len(trials[failed].lacking) < len(kind)
-    assert {trials[failed].split.shard_sizes[i] for i in trials[failed].lacking & kind} == {16}
+    failed = next(place for place, one in enumerate(trials) if one.oom_devices & kind)
+    assert len(trials[failed].oom_devices) < len(kind)
+    assert {trials[failed].split.shard_sizes[i] for i in trials[failed].oom_devices & kind} == {16}
     assert all(one.split.shard_sizes[i] < 16 for one in trials[failed + 1 :] for i in kind)
     assert best_of(problem, trials) == pytest.approx(1)
 

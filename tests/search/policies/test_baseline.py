@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.policies.baseline import FindBaseline, bisect_baseline
 from splittune.split import SplitSpace
 from tests.search.policies.story import of_kind, search, state_after
@@ -46,22 +46,22 @@ def test_a_few_steps_less_are_not_worth_a_trial() -> None:
 def test_without_a_model_it_is_found_by_doubling_and_bisection(fits_from: int, expected: list[int]) -> None:
     """Steps are doubled until an even split fits, then halved between the last failure and that."""
     evens = list(SplitSpace(global_batch_size=64, num_devices=1).even_splits())
-    trials: list[Attempt] = []
+    trials: list[JudgedTrial] = []
     while (proposal := bisect_baseline(evens, trials)) is not None:
         if proposal.split.accumulation_steps >= fits_from:
             measurement = Measurement(split=proposal.split, outcome=Outcome.OK, whole_step_times_s=(1.0,))
         else:
             measurement = Measurement(split=proposal.split, outcome=Outcome.CRASHED)
-        trials.append(Attempt(measurement=measurement))
+        trials.append(JudgedTrial(measurement=measurement))
     assert [one.split.accumulation_steps for one in trials] == expected
 
 
 def test_without_a_model_the_smallest_even_split_is_tried_before_giving_up() -> None:
     """When nothing fits, the last even split measured is the one with the most accumulation steps."""
     evens = list(SplitSpace(global_batch_size=24, num_devices=2).even_splits())
-    trials: list[Attempt] = []
+    trials: list[JudgedTrial] = []
     while (proposal := bisect_baseline(evens, trials)) is not None:
         assert proposal.kind == "baseline"
-        trials.append(Attempt(measurement=Measurement(split=proposal.split, outcome=Outcome.OUT_OF_MEMORY)))
+        trials.append(JudgedTrial(measurement=Measurement(split=proposal.split, outcome=Outcome.OUT_OF_MEMORY)))
     assert trials[-1].split == evens[-1]
     assert evens[-1].shard_sizes == (0, 1)

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.policies.base import Policy, Proposal, ProposalKind, SearchState
 from splittune.search.policies.proposer import Proposer, propose
 from tests.search.jobs import JOBS
@@ -57,7 +57,7 @@ def test_a_crash_is_left_alone() -> None:
     ran = [trial(problem, even(64, k, 2), (0, 0)) for k in (32, 2)]
     proposal = proposer.propose(ran)
     assert proposal is not None
-    crashed = Attempt(measurement=Measurement(split=proposal.split, outcome=Outcome.CRASHED))
+    crashed = JudgedTrial(measurement=Measurement(split=proposal.split, outcome=Outcome.CRASHED))
     after = proposer.propose([*ran, crashed])
     assert after is not None
     assert after.split != proposal.split
@@ -72,7 +72,7 @@ def test_warnings_of_both_models_are_passed_on() -> None:
     for i, k in enumerate((32, 16, 8, 4, 2)):
         one = trial(problem, even(64, k, 2), (0, 0)).measurement
         times = tuple(time * (4.0 if i % 2 else 0.5) for time in one.micro_step_times_s)
-        wild.append(Attempt(measurement=_with_times(one, times)))
+        wild.append(JudgedTrial(measurement=_with_times(one, times)))
     assert any("time model" in warning for warning in proposer.warnings(wild))
 
 

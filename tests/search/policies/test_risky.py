@@ -124,10 +124,10 @@ def test_what_kept_too_little_headroom_is_not_risked_again() -> None:
     proposals, trials = search(jump_and_power(), most=12)
     risky = [one for one, proposal in zip(trials, proposals, strict=True) if proposal.kind == "risky"]
     failed = risky[0]
-    assert failed.lacking
+    assert failed.oom_devices
     assert len(risky) > 1
     for one in risky[1:]:
-        assert all(one.split.shard_sizes[i] != failed.split.shard_sizes[i] for i in failed.lacking)
+        assert all(one.split.shard_sizes[i] != failed.split.shard_sizes[i] for i in failed.oom_devices)
 
 
 def test_no_risk_is_taken_once_trials_are_many() -> None:

@@ -10,7 +10,7 @@ def test_when_nothing_fitted_the_smallest_burden_on_the_suspect_comes_next() -> 
     """After GPU 0 ran out of memory with one sample, splits that spare it are tried before all else."""
     problem = job([card_memory(is_first=True, sample=150, total=340), card_memory(sample=150)], B=16)
     proposals, trials = search(problem, most=6)
-    assert trials[0].lacking == {0}
+    assert trials[0].oom_devices == {0}
     assert proposals[1].kind == "smallest left"
     assert proposals[1].split == split(16, 16, 0, 1)
     assert trials[1].fits

@@ -8,7 +8,7 @@ import pytest
 from optuna.samplers import BaseSampler, RandomSampler
 
 from splittune.search import SAMPLER_NAMES, SearchResult, find_best_split, report, suggest_split
-from splittune.search.attempts import Attempt, lacking_devices
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.samplers.filtered import FilteredSampler
 from splittune.search.storage.records import demand
 from splittune.split import BatchSplit, SplitSpace
@@ -40,9 +40,9 @@ def test_a_plain_sampler_finds_the_baseline_and_repeats_nothing(sampler: str, na
     problem = JOBS[name]()
     demands = problem.min_headroom_bytes
     told = [trial.measurement for trial in result.trials if trial.kind == "search"]
-    attempts = [Attempt(measurement=m, lacking=lacking_devices(m, demands)) for m in told]
-    for place, attempt in enumerate(attempts):
-        assert not any(earlier.rules_out(attempt.split) for earlier in attempts[:place])
+    judged = [JudgedTrial.of(measurement, demands) for measurement in told]
+    for place, one in enumerate(judged):
+        assert not any(earlier.rules_out(one.split) for earlier in judged[:place])
     assert result.baseline is not None
     assert result.baseline.split == problem.baseline()
     assert result.trials[0].measurement.split == next(problem.space().even_splits())
@@ -130,9 +130,9 @@ def test_it_stops_when_no_listed_split_is_open() -> None:
     space = SplitSpace(global_batch_size=2, num_devices=1)
     sampler = FilteredSampler(space, lambda _: RandomSampler())
     problem = linear_job(B=2, num_devices=1)
-    attempts = [Attempt(measurement=problem.measure(split(2, k, 2 // k))) for k in (1, 2)]
-    assert sampler.why_stop(attempts[:1]) is None
-    assert sampler.why_stop(attempts) == "space exhausted"
+    judged = [JudgedTrial(measurement=problem.measure(split(2, k, 2 // k))) for k in (1, 2)]
+    assert sampler.why_stop(judged[:1]) is None
+    assert sampler.why_stop(judged) == "space exhausted"
 
 
 def test_the_inner_sampler_is_made_anew_with_the_number_of_finished_trials() -> None:

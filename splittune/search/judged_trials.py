@@ -23,13 +23,19 @@ _NAMED_DEVICE = re.compile(r"^device (\d+):|^Caught OutOfMemoryError in replica 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class JudgedTrial:
     """A measurement, judged by the headroom demanded, and the devices that lacked memory."""
 
     measurement: Measurement
-    lacking: frozenset[int] = field(default_factory=frozenset)
+    oom_devices: frozenset[int] = field(default_factory=frozenset)
     """Empty where the split fitted, and where it ran out of memory on a device that nobody
     names."""
+
+    @classmethod
+    def of(cls, measurement: Measurement, min_headroom_bytes: Sequence[int]) -> JudgedTrial:
+        """`measurement`, judged by what each device must keep free."""
+        judged = measurement.judged(min_headroom_bytes)
+        return cls(measurement=judged, oom_devices=oom_devices_of(judged, min_headroom_bytes))
 
     @property
     def split(self) -> BatchSplit:
@@ -60,8 +66,8 @@ class Attempt:
 
         This is a guess. It may choose what to measure next, but never rules a split out.
         """
-        if self.lacking or not self.lacks_memory:
-            return self.lacking
+        if self.oom_devices or not self.lacks_memory:
+            return self.oom_devices
         tightest = min(self.measurement.memory, key=lambda memory: memory.headroom_bytes, default=None)
         return frozenset({0 if tightest is None else tightest.device})
 
@@ -83,7 +89,7 @@ class Attempt:
         if not self.lacks_memory:
             return np.zeros(len(steps), dtype=bool)
         micro_batches = shards.sum(axis=1)
-        if self.lacking:
+        if self.oom_devices:
             return np.asarray((shards > self.largest_open_shards(steps, micro_batches)).any(axis=1))
         are_larger = (shards >= np.array(self.split.shard_sizes)).all(axis=1)
         return np.asarray(self._holds_for(steps, micro_batches) & are_larger)
@@ -97,7 +103,7 @@ class Attempt:
         """
         largest = np.full((len(steps), self.split.num_devices), np.inf)
         holds = self._holds_for(steps, micro_batches)
-        for device in self.lacking:
+        for device in self.oom_devices:
             largest[holds, device] = self.split.shard_sizes[device] - 1
         return largest
 
@@ -113,7 +119,7 @@ class Attempt:
         return np.asarray(is_as_large & ((steps > 1) | (failed.accumulation_steps == 1)))
 
 
-def lacking_devices(measurement: Measurement, min_headroom_bytes: Sequence[int]) -> frozenset[int]:
+def oom_devices_of(measurement: Measurement, min_headroom_bytes: Sequence[int]) -> frozenset[int]:
     """The devices that lack memory, by their readings or by name in the message.
 
     `min_headroom_bytes` holds one demand for each device.
@@ -130,12 +136,12 @@ def lacking_devices(measurement: Measurement, min_headroom_bytes: Sequence[int])
     return frozenset(short)
 
 
-def known_infeasible(split: BatchSplit, trials: Iterable[Attempt]) -> bool:
+def known_infeasible(split: BatchSplit, trials: Iterable[JudgedTrial]) -> bool:
     """Whether one of the trials shows that `split` lacks memory."""
     return any(trial.rules_out(split) for trial in trials)
 
 
-def best_trial(trials: Iterable[Attempt]) -> Attempt | None:
+def best_trial(trials: Iterable[JudgedTrial]) -> JudgedTrial | None:
     """The fastest that fits; of equals the one with more headroom, then the one measured first."""
     return min((trial for trial in trials if trial.fits), key=lambda trial: rank(trial.measurement), default=None)
 

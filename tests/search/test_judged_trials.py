@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.attempts import Attempt, lacking_devices
+from splittune.search.judged_trials import JudgedTrial, oom_devices_of
 from splittune.split import BatchSplit, SplitSpace
 from tests.search.problem import linear_job, rows
 from tests.search.spaces import failures, spaces
@@ -16,9 +16,9 @@ def split_of(steps: int, *shards: int) -> BatchSplit:
     return BatchSplit(global_batch_size=32, accumulation_steps=steps, shard_sizes=shards)
 
 
-def out_of_memory(split: BatchSplit, *lacking: int, message: str = "") -> Attempt:
+def out_of_memory(split: BatchSplit, *oom_devices: int, message: str = "") -> JudgedTrial:
     measurement = Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY, message=message)
-    return Attempt(measurement=measurement, lacking=frozenset(lacking))
+    return JudgedTrial(measurement=measurement, oom_devices=frozenset(oom_devices))
 
 
 def test_a_known_device_rules_out_larger_shards_on_it() -> None:
@@ -49,7 +49,7 @@ def test_a_failure_with_accumulation_says_nothing_about_a_single_step() -> None:
 
 def test_only_lack_of_memory_rules_out() -> None:
     """A crash says nothing about other splits."""
-    crashed = Attempt(measurement=Measurement(split=split_of(2, 8, 8), outcome=Outcome.CRASHED))
+    crashed = JudgedTrial(measurement=Measurement(split=split_of(2, 8, 8), outcome=Outcome.CRASHED))
     assert not crashed.rules_out(split_of(2, 8, 8))
 
 
@@ -65,7 +65,7 @@ def test_what_is_ruled_out_is_no_easier_on_a_device_that_failed(data: st.DataObj
         if split.accumulation_steps == 1 and failed.accumulation_steps > 1:
             return False
         larger = [own >= other for own, other in zip(split.shard_sizes, failed.shard_sizes, strict=True)]
-        return any(larger[device] for device in failure.lacking) if failure.lacking else all(larger)
+        return any(larger[device] for device in failure.oom_devices) if failure.oom_devices else all(larger)
 
     assert failure.rules_out_each(*rows(splits)).tolist() == [must_fail(split) for split in splits]
     assert failure.rules_out(splits[-1]) == must_fail(splits[-1])
@@ -93,14 +93,10 @@ def test_nothing_that_fits_is_ever_ruled_out(data: st.DataObject) -> None:
         gradients_mib=data.draw(st.sampled_from([0.0, 250.0])),
         oom=data.draw(st.sampled_from(["readings", "named", "silent"])),
     )
-    attempts = []
-    for split in problem.space():
-        measurement = problem.measure(split).judged(0)
-        lacking = lacking_devices(measurement, (0,) * num_devices)
-        attempts.append(Attempt(measurement=measurement, lacking=lacking))
+    trials = [JudgedTrial.of(problem.measure(split), (0,) * num_devices) for split in problem.space()]
     fitting = [split for split in problem.space() if problem.keeps_headroom(split)]
     if fitting:
-        assert not any(attempt.rules_out_each(*rows(fitting)).any() for attempt in attempts)
+        assert not any(trial.rules_out_each(*rows(fitting)).any() for trial in trials)
 
 
 @pytest.mark.parametrize(
@@ -113,15 +109,15 @@ def test_nothing_that_fits_is_ever_ruled_out(data: st.DataObject) -> None:
         ("", set()),
     ],
 )
-def test_lacking_device_is_read_where_the_message_counts_the_jobs_devices(message: str, expected: set[int]) -> None:
+def test_the_oom_device_is_read_where_the_message_counts_the_jobs_devices(message: str, expected: set[int]) -> None:
     """A message names the device by its place in the job; torch's own numbers count something else and are not read."""
     measurement = Measurement(split=split_of(2, 8, 8), outcome=Outcome.OUT_OF_MEMORY, message=message)
-    assert lacking_devices(measurement, (0, 0)) == expected
+    assert oom_devices_of(measurement, (0, 0)) == expected
 
 
-def test_lacking_devices_are_read_from_each_devices_own_demand() -> None:
+def test_oom_devices_are_read_from_each_devices_own_demand() -> None:
     """A device lacks memory when its headroom is below what is demanded of it, not of another."""
     problem = linear_job(B=32, num_devices=2, total_mib=1000)
     measurement = problem.measure(split_of(2, 8, 8)).judged((0, 300 * 1024**2))
     assert measurement.outcome is Outcome.NO_HEADROOM
-    assert lacking_devices(measurement, (0, 300 * 1024**2)) == {1}
+    assert oom_devices_of(measurement, (0, 300 * 1024**2)) == {1}
