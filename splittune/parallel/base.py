@@ -24,7 +24,7 @@ class SplitModule(nn.Module, ABC):
     """Where its shards run, in the order of the shares; the first is 'GPU 0'."""
     output_device: torch.device
     """Where outputs are joined."""
-    lists_samples: bool | None
+    lists_samples: bool | None = None
     """Whether batches hold lists with an entry for each sample; None until a batch has told."""
 
     @property
