@@ -12,6 +12,7 @@ import torch
 
 from splittune.hardware.virtual.ledger import Ledger
 from tests.faults.table import KEPT, PROPERTY, Gathered, as_csv, as_lines, differences, read, updated
+from tests.slow import SLOW
 
 torch.set_num_threads(1)  # so that workers do not fight over the cores
 
@@ -52,6 +53,12 @@ def tried(request: pytest.FixtureRequest) -> Callable[[str, str, str, str], None
         request.node.user_properties.append((PROPERTY, [fault, where, outcome, checked]))
 
     return note
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,47 @@
+"""Which tests take long, for `make quick` leaves them out: they start processes, run searches or draw many examples."""
+
+from __future__ import annotations
+
+# Each is the beginning of tests' names: a folder, a file, or a test with all its parameters. What the quick tests take is
+# for `pytest -m 'not slow' --durations=20` to say: one that takes half a second by itself belongs here.
+SLOW = (
+    "tests/benchmarks/",
+    "tests/cli/",
+    "tests/config/test_fuzz.py",
+    "tests/config/test_split_config.py::test_a_file_with_damaged_bytes_is_loaded_as_it_is_or_refused",
+    "tests/config/test_split_config.py::test_a_mutated_file_is_loaded_as_it_is_or_refused",
+    "tests/config/test_split_config.py::test_what_is_saved_is_loaded_equal",
+    "tests/faults/test_faults.py",
+    "tests/hardware/cuda/test_nvml.py",
+    "tests/hardware/cuda/test_nvml_standin.py",
+    "tests/hardware/virtual/test_roofline.py::test_operands_in_half_precision_have_half_precisions_peak",
+    "tests/integrations/",
+    "tests/notebooks/",
+    "tests/parallel/test_as_data_parallel.py",
+    "tests/parallel/test_compiled.py",
+    "tests/parallel/test_functional.py::test_outputs_and_gradients_are_one_devices",
+    "tests/parallel/test_gradients.py",
+    "tests/parallel/test_outputs.py::test_a_mean_loss_inside_the_model_is_the_whole_batchs",
+    "tests/parallel/test_replicas.py::test_running_statistics_are_those_of_the_first_active_device",
+    "tests/parallel/test_torch_data_parallel.py",
+    "tests/parallel/window/test_engine.py",
+    "tests/profiling/test_measurement.py::test_the_relative_error_is_a_95_percent_confidence",
+    "tests/report/test_tables.py::test_floats_are_written_so_that_they_read_back_equal",
+    "tests/runners/",
+    "tests/search/candidates/",
+    "tests/search/models/test_polytope.py",
+    "tests/search/models/test_memory.py",
+    "tests/search/policies/",
+    "tests/search/samplers/",
+    "tests/search/storage/",
+    "tests/search/test_resume.py",
+    "tests/search/test_study.py",
+    "tests/search/test_attempts.py::test_nothing_that_fits_is_ever_ruled_out",
+    "tests/test_loss_placement.py",
+    "tests/test_signals.py",
+    "tests/test_tuner.py",
+    "tests/training/test_snapshot.py::test_a_snapshot_may_be_restored_any_number_of_times",
+    "tests/training/test_step.py::test_a_whole_step_has_the_gradient_of_the_whole_batch",
+    "tests/training/test_workloads.py",
+    "tests/verify/",
+)
