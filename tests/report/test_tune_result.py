@@ -77,10 +77,11 @@ def test_the_explanation_ends_with_what_else_is_known() -> None:
 
 def test_save_writes_three_files(tmp_path: Path) -> None:
     """The config, one row a trial, and one row a trial and device, in a folder that is made."""
-    folder = result().save(tmp_path / "runs" / "split")
+    saved = result()
+    folder = saved.save(tmp_path / "runs" / "split")
     assert folder == tmp_path / "runs" / "split"
     assert {path.name for path in folder.iterdir()} == {"split.json", "trials.csv", "devices.csv", "explanation.txt"}
-    assert SplitConfig.load(folder / "split.json") == result().config
+    assert SplitConfig.load(folder / "split.json") == saved.config
     with (folder / "trials.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["kind"], row["is_modelled"], row["throughput_samples_per_s"]) for row in rows] == [
