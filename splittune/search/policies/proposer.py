@@ -27,11 +27,11 @@ POLICIES: tuple[Policy, ...] = (
     MeasureAll(),
     FindBaseline(),
     ProbeFeasibility(),
-    ExpectedImprovement(min_gain=0.003),
+    ExpectedImprovement(min_gain=0.003),  # worth a trial at once
     RiskyImprovement(),
     ExploreFar(),
     VerifyUncertain(),
-    ExpectedImprovement(min_gain=0.001),
+    ExpectedImprovement(min_gain=0.001),  # worth one when nothing else is
     SmallestLeft(until="one fits"),
 )
 
