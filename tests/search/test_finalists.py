@@ -115,7 +115,8 @@ def noisy(split: BatchSplit, step_time_s: float, headroom_bytes: int = 0) -> Mea
 
 
 def test_splits_too_close_to_call_are_measured_again_in_the_opposite_order() -> None:
-    """Those within the noise of the fastest take a second turn, last first; the others do not, and a third is never asked."""
+    """Those within the noise of the fastest take a second turn, last first; the others do not, and
+    a third is never asked."""
     searched = [noisy(EVENS[1], 2.0), noisy(uneven(2), 1.0), noisy(uneven(3), 1.01), noisy(uneven(4), 1.02)]
     again = Again(*searched)
     confirm_finalists(EVENS, trials(*searched), again)

@@ -102,7 +102,8 @@ def test_tiles_are_full_at_multiples_of_8_and_at_powers_of_two_below(largest: in
 
 
 def test_optimism_adds_deviations_and_full_tiles_until_a_trial_had_them() -> None:
-    """Two deviations of 10 % are 20 %; full tiles add their bonus while only the first trial, of one sample each, had any."""
+    """Two deviations of 10 % are 20 %; full tiles add their bonus while only the first trial, of
+    one sample each, had any."""
     problem = job(1, B=64)
     made = scores(gain=[0, 0], feasibility=[1, 1], cannot_oom=[True, True], shards=[16, 15])
     first, odd, full = (trial(problem, even(64, k, 1)) for k in (64, 10, 8))

@@ -63,7 +63,8 @@ def of_size(table: SplitTable, size: int) -> Floats:
 
 @given(machine=machines())
 def test_shards_are_legal_and_within_what_memory_holds(machine: tuple[SplitSpace, list[Curve], list[int]]) -> None:
-    """Every row is a split of the space, and no card gets more than its limit or, taking part, less than the least share."""
+    """Every row is a split of the space, and no card gets more than its limit or, taking part, less
+    than the least share."""
     space, curves, limits = machine
     table = balanced_table(space, curves, with_limits(space, limits))
     assert all(table.split(row) in space for row in range(len(table)))
@@ -75,7 +76,8 @@ def test_shards_are_legal_and_within_what_memory_holds(machine: tuple[SplitSpace
 def test_with_all_cards_taking_part_the_slowest_is_as_fast_as_can_be(
     machine: tuple[SplitSpace, list[Curve], list[int]],
 ) -> None:
-    """Of all ways to share a micro-batch within the limits none has a slowest card that is faster, as trying all shows."""
+    """Of all ways to share a micro-batch within the limits none has a slowest card that is faster,
+    as trying all shows."""
     space, curves, limits = machine
     table = balanced_table(space, curves, with_limits(space, limits))
     smallest = max(1, space.min_shard_size)
@@ -160,7 +162,8 @@ def test_there_is_a_split_for_each_way_to_tell_what_fits() -> None:
 
 
 def test_a_faster_kernel_is_reached_by_whole_cards_or_not_at_all() -> None:
-    """From 8 samples on half the time: two cards take 8 and the third the 3 that are left, none 7, which takes longer."""
+    """From 8 samples on half the time: two cards take 8 and the third the 3 that are left, none 7,
+    which takes longer."""
     space = SplitSpace(global_batch_size=19, num_devices=3, shares="each", max_accumulation_steps=1)
     faster = Curve(0.0, 1.0, 0.0, np.array([1.0, 7.0, 8.0, 16.0]), np.log([1.0, 1.0, 0.5, 0.5]))
     found = balanced_table(space, [faster] * 3, with_limits(space, [19] * 3)).shards

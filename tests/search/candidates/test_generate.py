@@ -28,7 +28,8 @@ def limits() -> tuple[float, ...]:
 
 
 def test_only_the_micro_batches_of_the_steps_asked_for() -> None:
-    """64 samples in 33 steps have micro-batches of 2, which 32 steps have, too: there is nothing of 33, and 22 x 3 of 22."""
+    """64 samples in 33 steps have micro-batches of 2, which 32 steps have, too: there is nothing of
+    33, and 22 x 3 of 22."""
     model, _ = learned(even(B, 16, 4))
     space = SplitSpace(global_batch_size=B, num_devices=4, shares="each")
     curves = [[lambda shares: 0.01 * shares] * 4]
@@ -39,7 +40,8 @@ def test_only_the_micro_batches_of_the_steps_asked_for() -> None:
 
 
 def test_a_replica_that_lacked_memory_stands_for_its_kind() -> None:
-    """GPU 1 kept no headroom with 18 of 33 samples: neither would GPU 2 or GPU 3, in a micro-batch of as little as 22."""
+    """GPU 1 kept no headroom with 18 of 33 samples: neither would GPU 2 or GPU 3, in a micro-batch
+    of as little as 22."""
     model, trials = learned(even(B, 16, 4), split(B, 2, 8, 18, 3, 3))
     assert trials[1].measurement.outcome is Outcome.NO_HEADROOM
     failures = failures_on_alike(trials, model, limits())

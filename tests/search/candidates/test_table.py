@@ -30,7 +30,8 @@ def splits_of(table: SplitTable) -> list[BatchSplit]:
 
 @given(global_batch_size=st.integers(1, 400), most=st.none() | st.integers(1, 500))
 def test_every_size_of_the_micro_batch_comes_with_its_fewest_steps(global_batch_size: int, most: int | None) -> None:
-    """Each largest micro-batch there is, largest first, with the smallest k that has it: as going through all k finds."""
+    """Each largest micro-batch there is, largest first, with the smallest k that has it: as going
+    through all k finds."""
     space = SplitSpace(global_batch_size=global_batch_size, num_devices=1, max_accumulation_steps=most)
     fewest: dict[int, int] = {}
     for k in range(1, min(most or global_batch_size, global_batch_size) + 1):

@@ -29,7 +29,8 @@ def test_fewer_samples_than_cards_are_enough(B: int) -> None:
 
 
 def test_a_device_filled_by_others_is_left_idle() -> None:
-    """A card whose memory is taken to the last byte needs none where it has no share, so such splits are sure to fit."""
+    """A card whose memory is taken to the last byte needs none where it has no share, so such
+    splits are sure to fit."""
     problem = job([card_memory(is_first=True), card_memory(total=500, outside=500)], B=8)
     _, trials = search(problem)
     assert any(one.fits and one.split == split(8, 1, 8, 0) for one in trials)
@@ -56,7 +57,8 @@ def two_kinds() -> Job:
 
 
 def test_what_one_card_had_no_headroom_for_is_not_tried_on_another_of_its_kind() -> None:
-    """Cards 2 to 5 are alike: two of them kept too little with 16 samples, so none of the four is given as many again."""
+    """Cards 2 to 5 are alike: two of them kept too little with 16 samples, so none of the four is
+    given as many again."""
     problem = two_kinds()
     _, trials = search(problem, most=12)
     kind = {2, 3, 4, 5}
@@ -68,7 +70,8 @@ def test_what_one_card_had_no_headroom_for_is_not_tried_on_another_of_its_kind()
 
 
 def test_gpu0_may_be_unsure_where_the_others_are_sure() -> None:
-    """A sample fills most of a card. Whether it fits beside what GPU 0 holds is tried with what fits the others for sure."""
+    """A sample fills most of a card. Whether it fits beside what GPU 0 holds is tried with what
+    fits the others for sure."""
     slow, fast = CardTime(launch_s=0.022, sample_s=0.0094), CardTime(launch_s=0.018, sample_s=0.0046)
     memory = {"parameters": 785, "stays": 0.854, "sample": 32744}
     like_gpu0 = card_memory(workspace=53, total=40960, outside=388, **memory)

@@ -24,7 +24,8 @@ def test_even_splits_grow_until_the_baseline() -> None:
 
 
 def test_a_few_steps_less_are_not_worth_a_trial() -> None:
-    """In 2 steps of 64 it fitted; one step is half as many, and worth a trial only where less than half must be saved."""
+    """In 2 steps of 64 it fitted; one step is half as many, and worth a trial only where less than
+    half must be saved."""
     problem = job(2, B=64)
     state = state_after(problem, [even(64, 32, 2), even(64, 2, 2)])
     wanted = FindBaseline().propose(state)

@@ -9,7 +9,8 @@ from tests.search.problem import CardTime, card_memory, even, job
 
 @pytest.mark.parametrize("starts_at", [66, 68, 70])
 def test_a_faster_kernel_beyond_all_that_was_measured_is_found(starts_at: int) -> None:
-    """Nothing foretells that larger shares than the even split's take less time; one is tried while there are trials to spare."""
+    """Nothing foretells that larger shares than the even split's take less time; one is tried while
+    there are trials to spare."""
     times = [CardTime(launch_s=0.02, sample_s=0.002, switch_at=starts_at, switch_factor=0.85)] * 4
     problem = job(4, B=256, times=times, micro_step_s=0.02)
     assert problem.best_throughput is not None
@@ -20,7 +21,8 @@ def test_a_faster_kernel_beyond_all_that_was_measured_is_found(starts_at: int) -
 
 
 def test_a_faster_kernel_is_found_on_cards_of_every_share_of_their_own_too() -> None:
-    """From 98 samples on cards are faster, and the even split's 91 do not tell: two cards are given more, GPU 0 what is left."""
+    """From 98 samples on cards are faster, and the even split's 91 do not tell: two cards are given
+    more, GPU 0 what is left."""
     times = [CardTime(launch_s=0.75, sample_s=0.006, switch_at=98, switch_factor=0.9)] * 3
     memories = [card_memory(is_first=True, sample=100, total=9_900), *[card_memory(sample=100, total=11_500)] * 2]
     problem = job(memories, B=1904, times=times, shares="each")

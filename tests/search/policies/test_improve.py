@@ -8,7 +8,8 @@ from tests.search.problem import CardTime, card_memory, even, job, split
 
 
 def test_the_slow_card_is_relieved() -> None:
-    """Where GPU 0 is half as fast, the search soon comes to shares that finish together; what trials are left only check."""
+    """Where GPU 0 is half as fast, the search soon comes to shares that finish together; what
+    trials are left only check."""
     slow, fast = CardTime(launch_s=0.002, sample_s=0.004), CardTime(launch_s=0.002, sample_s=0.002)
     problem = job(3, B=100, times=[slow, fast, fast])
     proposals, trials = search(problem)
@@ -31,7 +32,8 @@ def test_a_space_too_large_to_list_is_searched_by_balance() -> None:
 
 
 def test_a_share_between_two_that_were_measured_may_take_no_longer() -> None:
-    """The slow card takes as long for 2 samples as for 1, which no line through 1 and 4 foretells; then all can take part."""
+    """The slow card takes as long for 2 samples as for 1, which no line through 1 and 4 foretells;
+    then all can take part."""
     slow, fast = CardTime(launch_s=0.0006, sample_s=0.0015, knee=2), CardTime(launch_s=0.0005, sample_s=0.0008, knee=2)
     problem = job(7, B=26, times=[*[fast] * 5, slow, fast], shares="each", micro_step_s=0.0001)
     _, trials = search(problem, most=12)

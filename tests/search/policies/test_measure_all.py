@@ -11,7 +11,8 @@ from tests.search.problem import MIB, card_memory, even, job
 
 
 def test_of_a_tiny_space_all_that_may_fit_is_measured() -> None:
-    """Memory jumps at 5 samples: the line through the small sizes rules none of the larger ones out, and the best is found."""
+    """Memory jumps at 5 samples: the line through the small sizes rules none of the larger ones
+    out, and the best is found."""
     card = replace(card_memory(is_first=True, sample=100, total=2400), jump_at=5, jump=300.0 * MIB)
     problem = job([card], B=16)
     proposals, trials = search(problem)

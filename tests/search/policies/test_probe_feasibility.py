@@ -19,7 +19,8 @@ def test_a_promising_split_that_may_not_fit_is_approached() -> None:
 
 
 def test_no_promising_split_runs_out_of_memory() -> None:
-    """Costly launches make few and large micro-batches fast, and outputs fill GPU 0: the best is reached, nothing runs out."""
+    """Costly launches make few and large micro-batches fast, and outputs fill GPU 0: the best is
+    reached, nothing runs out."""
     memories = [card_memory(is_first=True, sample=40, output=10, total=6000), *[card_memory(sample=40, total=4000)] * 3]
     problem = job(memories, B=400, times=[CardTime(launch_s=0.080, sample_s=0.001)] * 4)
     proposals, trials = search(problem)
@@ -29,7 +30,8 @@ def test_no_promising_split_runs_out_of_memory() -> None:
 
 
 def test_no_probe_is_made_where_it_could_gain_too_little() -> None:
-    """The gain that is worth one is a field: a state in which a probe is wanted wants none where ten times as much is asked."""
+    """The gain that is worth one is a field: a state in which a probe is wanted wants none where
+    ten times as much is asked."""
     problem = promising()
     proposals, trials = search(problem)
     place = next(place for place, one in enumerate(proposals) if one.kind == "probe feasibility")

@@ -28,7 +28,8 @@ def test_it_gives_up_when_all_is_ruled_out() -> None:
 
 
 def test_a_single_step_is_tried_where_nothing_fits_that_accumulates() -> None:
-    """The copy of the gradients that accumulation costs GPU 0 is what does not fit: the whole batch at once has none."""
+    """The copy of the gradients that accumulation costs GPU 0 is what does not fit: the whole batch
+    at once has none."""
     problem = linear_job(B=8, num_devices=2, total_mib=(850, 1000), gradients_mib=900.0, oom="named")
     proposals, trials = search(problem)
     whole = next(place for place, one in enumerate(proposals) if one.kind == "whole batch")

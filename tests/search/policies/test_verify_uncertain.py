@@ -6,7 +6,8 @@ from tests.search.problem import card_memory, even, job
 
 
 def test_the_prediction_in_most_doubt_is_verified_last() -> None:
-    """On like cards with room for all the even split is the best; what could still beat it is verified, then the search ends."""
+    """On like cards with room for all the even split is the best; what could still beat it is
+    verified, then the search ends."""
     proposals, trials = search(job(4, B=96))
     checks = of_kind("verify", proposals)
     assert checks

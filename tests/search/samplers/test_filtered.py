@@ -34,7 +34,8 @@ def search(name: str, sampler: str | BaseSampler, **options: Any) -> tuple[list[
 @pytest.mark.parametrize("sampler", PLAIN)
 @pytest.mark.parametrize("name", ["GPU 0 almost full", "two kinds of cards", "eight cards, many samples"])
 def test_a_plain_sampler_finds_the_baseline_and_repeats_nothing(sampler: str, name: str) -> None:
-    """The baseline is the even split with the fewest steps that fits, no split comes twice, none that is ruled out comes."""
+    """The baseline is the even split with the fewest steps that fits, no split comes twice, none
+    that is ruled out comes."""
     measured, result = search(name, sampler)
     assert len(set(measured)) == len(measured)
     problem = JOBS[name]()
@@ -104,7 +105,8 @@ def searched(problem: Job, sampler: BaseSampler, max_trials: int) -> SearchResul
 
 
 def test_what_was_measured_is_replaced_by_the_nearest_that_is_open() -> None:
-    """A sampler that insists gets its split, then those with the same steps and the least different shards; reasons tell."""
+    """A sampler that insists gets its split, then those with the same steps and the least different
+    shards; reasons tell."""
     problem = linear_job(B=16, num_devices=2)
     result = searched(problem, Stubborn({"accumulation_steps": 2, "gpu0_share": 0.25}), max_trials=5)
     assert problem.measured[:2] == [split(16, 1, 8, 8), split(16, 2, 2, 6)]

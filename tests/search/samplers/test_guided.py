@@ -60,7 +60,8 @@ def test_a_search_keeps_its_promises(name: str) -> None:
 
 
 def test_the_winners_are_near_the_best_there_is() -> None:
-    """Over all these jobs the samples/s lost to the exhaustive optimum are 1 % at the median, 5 % at the worst but one."""
+    """Over all these jobs the samples/s lost to the exhaustive optimum are 1 % at the median, 5 %
+    at the worst but one."""
     lost = []
     for make in JOBS.values():
         problem = make()
@@ -134,7 +135,8 @@ class Shuffled:
 @pytest.mark.parametrize("keeps_memory", [True, False], ids=["time", "time and memory"])
 @pytest.mark.parametrize("name", list(JOBS)[::2])
 def test_against_the_models_form_it_ends_at_the_best_it_measured_and_says_so(name: str, keeps_memory: bool) -> None:
-    """With the truth shuffled the winner is the best of what was measured, and `warnings` say that models did not fit."""
+    """With the truth shuffled the winner is the best of what was measured, and `warnings` say that
+    models did not fit."""
     shuffled = Shuffled(name, keeps_memory=keeps_memory)
     space, demands = shuffled.problem.space(), shuffled.problem.min_headroom_bytes
     try:
@@ -174,7 +176,8 @@ def optimize(problem: Job, storage: str | None = None, n_trials: int = 40) -> op
 
 @pytest.mark.parametrize("kept", ["memory", "sqlite"])
 def test_a_plain_study_is_guided_and_ends_by_itself(tmp_path: Path, kept: str) -> None:
-    """`study.optimize` makes the trials of `find_best_split`, in any storage, and stops when nothing is left to gain."""
+    """`study.optimize` makes the trials of `find_best_split`, in any storage, and stops when
+    nothing is left to gain."""
     problem, alike = JOBS[SOME[0]](), JOBS[SOME[0]]()
     study = optimize(problem, f"sqlite:///{tmp_path / 'own.db'}" if kept == "sqlite" else None)
     result = search(alike, max_trials=40)
@@ -294,7 +297,8 @@ def reasons(result: SearchResult) -> Sequence[str]:
 
 
 def test_every_trial_says_why() -> None:
-    """The first is a safe start, the next look for the baseline, then predictions with the memory they leave are given."""
+    """The first is a safe start, the next look for the baseline, then predictions with the memory
+    they leave are given."""
     problem = job(
         [card_memory(is_first=True, sample=30, total=900, parameters=150), *[card_memory(sample=30)] * 3], B=128
     )

@@ -223,7 +223,8 @@ def disk_fills_up_at(path: Path, num_bytes: int) -> list[Trial]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_full_disk_loses_no_trial(tmp_path: Path, name: str, undisturbed: SearchResult, tried: Tried) -> None:
-    """Wherever it fills up, the trials are with the caller, and all but the last one in the file, which stays readable."""
+    """Wherever it fills up, the trials are with the caller, and all but the last one in the file,
+    which stays readable."""
     whole = tmp_path / "whole" / name
     search(whole, max_trials=1)
     beginning = whole.stat().st_size
