@@ -88,8 +88,8 @@ def space_for(job: JobFacts, shares: SharesChoice) -> SplitSpace:
     global_batch_size = loader_batch_size if job.global_batch_size is None else job.global_batch_size
     if global_batch_size != loader_batch_size:
         logger.warning(
-            "global_batch_size is %d and the loader gives batches of %d: trials are made of its samples all the same, but "
-            "training needs a loader of batch size %d.",
+            "global_batch_size is %d and the loader gives batches of %d: trials are made of its samples all the same, "
+            "but training needs a loader of batch size %d.",
             global_batch_size,
             loader_batch_size,
             global_batch_size,

@@ -239,8 +239,8 @@ def _refuse_parts(parts: dict[str, Any]) -> None:
     given = [name for name, part in parts.items() if part is not None and not _is_empty(part)]
     if given:
         raise ConfigError(
-            f'got {", ".join(given)} with isolation="process", which makes the job anew in another process: expected a function '
-            "alone, autotune(make_task, ...), whose TrainingTask holds them."
+            f'got {", ".join(given)} with isolation="process", which makes the job anew in another process: expected a '
+            "function alone, autotune(make_task, ...), whose TrainingTask holds them."
         )
 
 

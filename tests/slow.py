@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Each is the beginning of tests' names: a folder, a file, or a test with all its parameters. What the quick tests take is
-# for `pytest -m 'not slow' --durations=20` to say: one that takes half a second by itself belongs here.
+# Each is the beginning of tests' names: a folder, a file, or a test with all its parameters. Which
+# tests take long `pytest -m 'not slow' --durations=20` says: one of half a second belongs here.
 SLOW = (
     "tests/benchmarks/",
     "tests/cli/",

@@ -70,7 +70,8 @@ def test_every_error_is_a_splittune_error_that_says_what_it_means(name: str) -> 
 
 
 def test_every_error_is_exported() -> None:
-    """`splittune.ConfigError` is what a user catches: each exception of the tree is found there, and nowhere else is one made."""
+    """`splittune.ConfigError` is what a user catches: each exception of the tree is found there,
+    and nowhere else is one made."""
     for name, error in defined_exceptions().items():
         assert getattr(splittune, name) is error
         assert name in splittune.__all__

@@ -141,7 +141,8 @@ class WantsItsTargets(ByName):
 
 
 def test_a_model_that_computes_its_loss_from_targets_is_given_them(caplog: pytest.LogCaptureFixture) -> None:
-    """(x, y) batches for a model of (logits, loss) just work; "either" leaves the replicas out, where the loss is already."""
+    """(x, y) batches for a model of (logits, loss) just work; "either" leaves the replicas out,
+    where the loss is already."""
     with caplog.at_level("INFO", logger="splittune"):
         tuned = autotune(
             WantsItsTargets(), [(X, Y)], devices="2xT4", max_trials=3, loss_placement="either", progress=False

@@ -48,9 +48,15 @@ def make():
 
 def tune(job: Job, **options: Any) -> Any:
     return autotune(
-        job.model, job.loader, loss_fn=job.loss_fn, optimizer=job.optimizer, devices=DEVICES, progress=False,
-        max_trials=2, **options,
-    )  # fmt: skip
+        job.model,
+        job.loader,
+        loss_fn=job.loss_fn,
+        optimizer=job.optimizer,
+        devices=DEVICES,
+        progress=False,
+        max_trials=2,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +110,8 @@ def measured(**options: Any) -> list[Measurement]:
 
 
 def test_sigterm_with_a_handler_at_any_moment(tmp_path: Path, moments: list[int], tried: Tried) -> None:
-    """A training script that ends on SIGTERM ends so, with its job as it was, and another one goes on from its trials."""
+    """A training script that ends on SIGTERM ends so, with its job as it was, and another one goes
+    on from its trials."""
     expected = measured()
     for moment in moments[::2]:
         storage = tmp_path / f"{moment}.journal"
@@ -150,7 +157,8 @@ def command_line(output: Path, arguments: list[str]) -> None:
 def test_the_command_line_ends_at_any_moment(
     folder: Path, number: signal.Signals, isolation: str, num_moments: int, tried: Tried
 ) -> None:
-    """The exit status says what ended it, no file is half written, no worker lives on, and a search goes on from there."""
+    """The exit status says what ended it, no file is half written, no worker lives on, and a search
+    goes on from there."""
     draw = random.Random(f"{number} {isolation}")
     arguments = ["job.py:make", "--devices", "2xT400-4GB", "--isolation", isolation, "--max-trials", "6"]
     for moment in range(num_moments):

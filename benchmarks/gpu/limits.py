@@ -1,4 +1,4 @@
-"""Part 2 of `benchmarks.gpu`: limits of memory placed anywhere; what is emitted fits, and what would be faster does not."""
+"""Part 2 of `benchmarks.gpu`: within any limit of memory the emitted split fits, and a faster one does not."""
 
 from __future__ import annotations
 
@@ -43,12 +43,18 @@ def run(stage: Stage, findings: Findings, *, num_limits: int | None = None) -> N
         findings.check("every split was measured without a limit", False, "the job did not run")
         return
     stage.say("every micro-batch size at its fewest steps, without a limit:")
-    stage.table([
-        {"accumulation_steps": split.accumulation_steps, "micro_batch_size": split.micro_batch_size,
-         "outcome": m.outcome.value, "samples_per_s": m.throughput,
-         "peak_reserved_mib": mib(m.memory[0].peak_reserved_bytes) if m.memory else None}
-        for split, m in every.items()
-    ])  # fmt: skip
+    stage.table(
+        [
+            {
+                "accumulation_steps": split.accumulation_steps,
+                "micro_batch_size": split.micro_batch_size,
+                "outcome": m.outcome.value,
+                "samples_per_s": m.throughput,
+                "peak_reserved_mib": mib(m.memory[0].peak_reserved_bytes) if m.memory else None,
+            }
+            for split, m in every.items()
+        ]
+    )
     rooms = _rooms(stage, every, num_limits or (NUM_REHEARSED if stage.is_rehearsal else NUM_LIMITS))
     for number, room_bytes in enumerate(rooms, start=1):
         if not stage.has_time(SEARCH_S if not stage.is_rehearsal else 0):
@@ -58,9 +64,22 @@ def run(stage: Stage, findings: Findings, *, num_limits: int | None = None) -> N
         _judge(findings, findings.rows[-1])
     stage.table(
         findings.rows,
-        ["room_mib", "emitted_steps", "emitted_micro_batch_size", "fits", "headroom_mib", "least_free_mib", "next_steps",
-         "next_outcome", "num_trials", "num_ooms", "num_ooms_by_torch", "search_s", "regret"],
-    )  # fmt: skip
+        [
+            "room_mib",
+            "emitted_steps",
+            "emitted_micro_batch_size",
+            "fits",
+            "headroom_mib",
+            "least_free_mib",
+            "next_steps",
+            "next_outcome",
+            "num_trials",
+            "num_ooms",
+            "num_ooms_by_torch",
+            "search_s",
+            "regret",
+        ],
+    )
 
 
 def measure_every(hardware: Hardware, task: TrainingTask) -> dict[BatchSplit, Measurement]:

@@ -44,9 +44,21 @@ def run(stage: Stage, findings: Findings, *, jobs: Sequence[Any] | None = None) 
                 _judge(stage, findings, findings.rows[-1])
     stage.table(
         findings.rows,
-        ["model", "accumulation_steps", "outcome", "peak_allocated_mib", "peak_allocated_error", "micro_step_error",
-         "update_error", "peak_reserved_mib", "peak_reserved_error", "card_used_error", "outside_mib", "outside_error_mib"],
-    )  # fmt: skip
+        [
+            "model",
+            "accumulation_steps",
+            "outcome",
+            "peak_allocated_mib",
+            "peak_allocated_error",
+            "micro_step_error",
+            "update_error",
+            "peak_reserved_mib",
+            "peak_reserved_error",
+            "card_used_error",
+            "outside_mib",
+            "outside_error_mib",
+        ],
+    )
 
 
 def _row(stage: Stage, job: Measured, name: str, options: dict[str, Any], accumulation_steps: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Part 5 of `benchmarks.gpu`: how well peaks and step times are foretold, over kinds of models and ways to train them."""
+"""Part 5 of `benchmarks.gpu`: how well peaks and step times are foretold, model by model."""
 
 from __future__ import annotations
 
@@ -143,8 +143,13 @@ def _summarise(stage: Stage, findings: Findings) -> None:
     if not whole:
         findings.check("whole batches were foretold", None, "no job came so far")
         return
-    stage.table([_summary(name, [row for row in whole if row["model"] == name]) for name in dict.fromkeys(r["model"] for r in whole)]
-                + [_summary("all", whole)])  # fmt: skip
+    stage.table(
+        [
+            _summary(name, [row for row in whole if row["model"] == name])
+            for name in dict.fromkeys(r["model"] for r in whole)
+        ]
+        + [_summary("all", whole)]
+    )
     summary = _summary("all", whole)
     exceeded = [-row["most_error"] for row in whole if row["most_error"] < 0]
     held = len(exceeded) <= (1 - HELD_PART) * len(whole) and max(exceeded, default=0.0) <= EXCEEDED_BY

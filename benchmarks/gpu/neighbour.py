@@ -148,9 +148,21 @@ def run(stage: Stage, findings: Findings) -> None:
     _judge(findings, findings.rows[-1])
     stage.table(
         findings.rows,
-        ["room_before_mib", "taken_mib", "room_after_mib", "trial", "is_repeated", "emitted_steps", "fits", "headroom_mib",
-         "demand_mib", "least_free_mib", "num_ooms", "num_trials"],
-    )  # fmt: skip
+        [
+            "room_before_mib",
+            "taken_mib",
+            "room_after_mib",
+            "trial",
+            "is_repeated",
+            "emitted_steps",
+            "fits",
+            "headroom_mib",
+            "demand_mib",
+            "least_free_mib",
+            "num_ooms",
+            "num_trials",
+        ],
+    )
     for note in findings.rows[-1]["notes"].splitlines():
         stage.say(f"told: {note}")
 

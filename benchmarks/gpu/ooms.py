@@ -112,9 +112,17 @@ def run(stage: Stage, findings: Findings) -> None:
         _judge(findings, findings.rows[-1])
     stage.table(
         findings.rows,
-        ["phase", "failed_in", "outcome", "room_mib", "allocated_left_bytes", "reserved_left_bytes", "is_model_unchanged",
-         "peak_allocated_change"],
-    )  # fmt: skip
+        [
+            "phase",
+            "failed_in",
+            "outcome",
+            "room_mib",
+            "allocated_left_bytes",
+            "reserved_left_bytes",
+            "is_model_unchanged",
+            "peak_allocated_change",
+        ],
+    )
 
 
 def _task(stage: Stage, model: GreedyModel, greed: Greed) -> TrainingTask:
@@ -132,7 +140,7 @@ def _task(stage: Stage, model: GreedyModel, greed: Greed) -> TrainingTask:
 
 
 def _rooms(stage: Stage, task: TrainingTask, greed: Greed) -> dict[str, int]:
-    """Room for half as much again as a step takes; for the first state only half of what it needs beyond the gradients."""
+    """Room for one and a half times a step; for the first state half of what it needs beyond the gradients."""
     with Measured(task, stage.hardware) as job:
         measurement = job.measure(1)
     if measurement.outcome is not Outcome.OK:

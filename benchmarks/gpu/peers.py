@@ -52,9 +52,20 @@ def run(stage: Stage, findings: Findings, *, peers: Sequence[Callable[..., PeerR
         _measure_alike(make_task(), hardware, demand, findings.rows)
     stage.table(
         findings.rows,
-        ["strategy", "version", "accumulation_steps", "micro_batch_size", "outcome", "samples_per_s", "of_best",
-         "headroom_mib", "num_trials", "num_ooms", "search_s"],
-    )  # fmt: skip
+        [
+            "strategy",
+            "version",
+            "accumulation_steps",
+            "micro_batch_size",
+            "outcome",
+            "samples_per_s",
+            "of_best",
+            "headroom_mib",
+            "num_trials",
+            "num_ooms",
+            "search_s",
+        ],
+    )
     _judge(findings, demand)
 
 

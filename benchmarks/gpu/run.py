@@ -55,7 +55,7 @@ PARTS = (
 
 
 def run_parts(stage: Stage, parts: Sequence[Part], budget_s: float, out: Path | None) -> list[Findings]:
-    """Run the parts in order; what one leaves of its time is the next one's. Tables are written where `out` is given."""
+    """Run the parts in order, each with the time the last one left over, and write tables where `out` is given."""
     started_s, total_s, share_s = time.monotonic(), sum(part.share_s for part in parts), 0.0
     found = []
     for part in parts:
@@ -121,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"there is no part {', '.join(sorted(unknown))}: expected {', '.join(p.name for p in PARTS)}.")
     if given.devices.startswith("cuda") and not torch.cuda.is_available():
         parser.error(
-            "torch sees no CUDA device here, so nothing can be measured. --devices 1xT400-4GB rehearses on a virtual GPU."
+            "torch sees no CUDA device here, so nothing can be measured. --devices 1xT400-4GB rehearses on a "
+            "virtual GPU."
         )
     began_s = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""What the parts of `benchmarks.gpu` share: the card or its rehearsal, a limit of its memory, time, and what was found."""
+"""What the parts of `benchmarks.gpu` share: the card or its rehearsal, its limit, the time, what was found."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def run(stage: Stage, findings: Findings) -> None:
             None if settled is None or stage.is_rehearsal else settled <= SLOWEST_OVER_MEDIAN,
             "the trial did not run"
             if settled is None
-            else f"first step {row['first_step_ms']:.1f} ms, timed micro-steps {row['median_micro_step_ms']:.1f} ms, the "
-            f"slowest {settled:.2f} times that",
+            else f"first step {row['first_step_ms']:.1f} ms, timed micro-steps {row['median_micro_step_ms']:.1f} ms, "
+            f"the slowest {settled:.2f} times that",
         )
     stage.table(
         [row for row in findings.rows if row["figure"] == "busy"],

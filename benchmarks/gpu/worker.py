@@ -153,7 +153,8 @@ def _killed(stage: Stage, findings: Findings, job: str) -> dict[str, Any]:
     findings.check(
         "all that it held of the card is given back",
         None if stage.is_rehearsal else held >= HELD_BYTES and after - before <= BACK_WITHIN_BYTES,
-        f"{format_bytes(held)} when it was killed; {back_after_s:.1f} s later {format_bytes(after - before)} more than before",
+        f"{format_bytes(held)} when it was killed; {back_after_s:.1f} s later "
+        f"{format_bytes(after - before)} more than before",
     )
     return {
         "outcomes": _outcomes([good, crashed]),

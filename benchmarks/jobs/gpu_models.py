@@ -54,19 +54,43 @@ class Sizes:
 
 
 CARD = Sizes(
-    mlp_width=4096, mlp_layers=8, mlp_batch=8192,
-    image_side=64, cnn_batch=256,
-    vit_side=224, vit_patch=16, vit_width=768, vit_layers=6, vit_batch=64,
-    gpt_width=768, gpt_layers=6, gpt_context=512, gpt_batch=32,
-    greedy_width=4096, greedy_batch=256, tuned_batch=64,
-)  # fmt: skip
+    mlp_width=4096,
+    mlp_layers=8,
+    mlp_batch=8192,
+    image_side=64,
+    cnn_batch=256,
+    vit_side=224,
+    vit_patch=16,
+    vit_width=768,
+    vit_layers=6,
+    vit_batch=64,
+    gpt_width=768,
+    gpt_layers=6,
+    gpt_context=512,
+    gpt_batch=32,
+    greedy_width=4096,
+    greedy_batch=256,
+    tuned_batch=64,
+)
 REHEARSAL = Sizes(
-    mlp_width=64, mlp_layers=2, mlp_batch=32,
-    image_side=16, cnn_batch=8,
-    vit_side=16, vit_patch=8, vit_width=32, vit_layers=1, vit_batch=8,
-    gpt_width=16, gpt_layers=1, gpt_context=768, gpt_batch=8,
-    greedy_width=2048, greedy_batch=4, tuned_batch=48,
-)  # fmt: skip
+    mlp_width=64,
+    mlp_layers=2,
+    mlp_batch=32,
+    image_side=16,
+    cnn_batch=8,
+    vit_side=16,
+    vit_patch=8,
+    vit_width=32,
+    vit_layers=1,
+    vit_batch=8,
+    gpt_width=16,
+    gpt_layers=1,
+    gpt_context=768,
+    gpt_batch=8,
+    greedy_width=2048,
+    greedy_batch=4,
+    tuned_batch=48,
+)
 
 
 class SmallViT(nn.Module):
@@ -196,7 +220,7 @@ FAMILIES: dict[str, Callable[[Sizes], Family]] = {"MLP": mlp, "CNN": cnn, "ViT":
 
 
 def make(name: str, sizes: Sizes, seed: int) -> Family:
-    """A family by name, its weights drawn from `seed`; torch's own random numbers go on as if nothing had been drawn."""
+    """A family by name, its weights drawn from `seed` without moving torch's own random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return FAMILIES[name](sizes)

@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(kw_only=True)
 class CardTime:
-    """Seconds one card works on a micro-step, by its share: launches, then so much a sample, with what breaks the line."""
+    """Seconds one card works on a micro-step, by its share: launches, a slope, and what breaks the line."""
 
     launch_s: float
     sample_s: float
@@ -192,7 +192,7 @@ class Problem:
         return splits[int(times.argmin())]
 
     def _bounds_of_each(self, k: int, m: int) -> Iterator[tuple[float, int, int, int]]:
-        """(least step time, k, m, number of cards) where so many cards can take a micro-batch, every card its own share."""
+        """(least step time, k, m, number of cards) with every card its own share, if any cards can take m."""
         if self._options(k, m) is not None:
             for count in range(1, self.num_devices + 1):
                 slowest_s = self._slowest_of(k, m, count, is_exact=False)
@@ -316,7 +316,7 @@ class Problem:
 
 
 def _micro_batches(global_batch_size: int) -> Iterator[tuple[int, int]]:
-    """Each largest micro-batch m there is, with the fewest steps k that have it: more steps of the same size only cost."""
+    """Each largest micro-batch m, with the fewest steps k that have it: more of that size only cost."""
     last = 0
     for k in range(1, global_batch_size + 1):
         m = -(-global_batch_size // k)

@@ -75,7 +75,7 @@ def by_sampler(problem: Problem, sampler: str) -> BatchSplit | None:
 
 
 def doubling_then_halving(problem: Problem) -> BatchSplit | None:
-    """Lightning's power mode at the even split: twice the micro-batch until one runs out of memory, then half of that."""
+    """Lightning's power mode at the even split: doubled until one runs out of memory, then half of that."""
     size, fitted = min(2, problem.B), None
     while size <= problem.B:
         if _runs(problem, size) is None:
@@ -86,7 +86,7 @@ def doubling_then_halving(problem: Problem) -> BatchSplit | None:
 
 
 def backing_off(problem: Problem) -> BatchSplit | None:
-    """Accelerate's finder at the even split: nine tenths of the micro-batch after every OOM, from the whole batch down."""
+    """Accelerate's finder at the even split: from the whole batch down, nine tenths after every OOM."""
     size = problem.B
     while size > 0:
         if _runs(problem, size) is not None:
@@ -252,8 +252,13 @@ def plot(frame: pd.DataFrame, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 4.2))
     for strategy, own in frame.groupby("strategy", sort=False):
         regrets = np.append(np.sort(np.maximum(own.regret.to_numpy(), 1e-4)), 1.0)
-        axes.step(regrets, np.minimum(np.arange(1, len(regrets) + 1) / len(own), 1), where="post", label=strategy,
-                  linewidth=2.5 if strategy == "guided" else 1.2)  # fmt: skip
+        axes.step(
+            regrets,
+            np.minimum(np.arange(1, len(regrets) + 1) / len(own), 1),
+            where="post",
+            label=strategy,
+            linewidth=2.5 if strategy == "guided" else 1.2,
+        )
     axes.set(xscale="log", xlim=(1e-4, 1), ylim=(0, 1.02), xlabel="regret: samples/s lost to the best split")
     axes.set_ylabel("share of problems")
     axes.axvline(0.01, color="0.7", linewidth=0.8)

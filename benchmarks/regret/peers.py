@@ -1,4 +1,4 @@
-"""Batch-size finders that people use, run as they are, on virtual GPUs or real ones: Accelerate's, Lightning's, and none.
+"""The batch-size finders people use, run as they are on virtual or real GPUs: Accelerate's, Lightning's, none.
 
 Each looks for the largest micro-batch under the even split. Where it finds m samples, training
 keeps its global batch B with ``k = ceil(B / m)`` accumulation steps, and that split is measured by
@@ -113,7 +113,7 @@ def lightning_power(job: Job, hardware: Hardware, *, min_headroom_bytes: int | S
 
 
 def lightning_binsearch(job: Job, hardware: Hardware, *, min_headroom_bytes: int | Sequence[int] = 0) -> PeerResult:
-    """As `lightning_power`, then by bisection up to the OOM, and 5 % off the size found, as Lightning has it by default."""
+    """As `lightning_power`, then bisection up to the OOM, less 5 % of the size found: Lightning's default."""
     return _lightning(job, hardware, "binsearch", min_headroom_bytes)
 
 
@@ -179,7 +179,7 @@ class _Trials:
             raise
 
     def train_from_scratch(self, batch_size: int) -> None:
-        """A training function: fresh weights, fresh optimizer, steps over the global batch in micro-batches of this size."""
+        """A training function: fresh weights and optimizer, steps in micro-batches of this size."""
         self._snapshot.restore()
         model, optimizer = self.start(batch_size), self.make_optimizer()
         num_whole, rest = divmod(self.global_batch_size, batch_size)

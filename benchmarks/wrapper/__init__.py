@@ -1,1 +1,1 @@
-"""The wrapper's two engines on the same work: `python -m benchmarks.wrapper`, and `.cuda` beside nn.DataParallel on real cards."""
+"""The wrapper's two engines on the same work; `.cuda` puts them beside nn.DataParallel on real cards."""

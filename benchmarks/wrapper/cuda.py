@@ -1,4 +1,4 @@
-"""The wrapper's real code path on one CUDA card named three times, beside torch's nn.DataParallel where torch allows it.
+"""The wrapper on one CUDA card named three times, beside torch's nn.DataParallel where torch allows it.
 
     python -m benchmarks.wrapper.cuda [--out benchmarks/results]
 
@@ -58,8 +58,10 @@ def compare(make: Callable[[], nn.Module], module: nn.Module, inputs: Tensor, ta
     module.zero_grad()
     wrapped = make()
     step(wrapped, inputs, targets)
-    error = max(float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
-                for ours, theirs in zip(gradients(module), expected, strict=True))  # fmt: skip
+    error = max(
+        float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
+        for ours, theirs in zip(gradients(module), expected, strict=True)
+    )
     times_s: list[float] = []
     for _ in range(NUM_STEPS):
         module.zero_grad()
@@ -101,8 +103,10 @@ def measure(device: torch.device) -> Iterator[dict[str, Any]]:
             except RuntimeError as error:  # torch may refuse a card that is named more than once
                 print(f"{name}  {engine}: {error}")
                 continue
-            print(f"{name}  {engine:<16} largest relative error {row['largest_relative_error']:.1e}  "
-                  f"host {row['host_time_per_micro_step_ms']:8.2f} ms a micro-step")  # fmt: skip
+            print(
+                f"{name}  {engine:<16} largest relative error {row['largest_relative_error']:.1e}  "
+                f"host {row['host_time_per_micro_step_ms']:8.2f} ms a micro-step"
+            )
             yield {"workload": name, "engine": engine, "accumulation_steps": ACCUMULATION_STEPS, **row}
 
 

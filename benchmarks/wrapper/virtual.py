@@ -111,8 +111,11 @@ def main() -> None:
             for engine in ("torch", "window"):
                 row = measure(hardware, model, inputs, targets, k, engine)
                 rows.append({"workload": name, "accumulation_steps": k, "engine": engine, **row})
-                print(f"{name}  k={k}  {engine:<6}  {row['link_mib_gpu0']:9.1f} MiB over GPU 0's link  "
-                      f"{row['step_time_ms']:8.2f} ms (modelled)  peak {row['peak_allocated_mib_gpu0']:7.1f} MiB")  # fmt: skip
+                print(
+                    f"{name}  k={k}  {engine:<6}  {row['link_mib_gpu0']:9.1f} MiB over GPU 0's link  "
+                    f"{row['step_time_ms']:8.2f} ms (modelled)  peak {row['peak_allocated_mib_gpu0']:7.1f} "
+                    "MiB"
+                )
     frame = pd.DataFrame(rows).assign(
         devices=DEVICES, is_modelled=True, torch=str(torch.__version__), python=platform.python_version(), seed=0
     )

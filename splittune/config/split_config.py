@@ -70,8 +70,8 @@ class SplitConfig(ConfigData):
         self._warn_of_other_devices(hardware)
         if loss_fn is None and self.loss_placement == "replica":
             warnings.warn(
-                "this config was tuned with the loss computed in the replicas, and is wrapped without loss_fn: outputs will "
-                "be gathered on GPU 0, which may lack the memory. Use config.wrap(model, loss_fn).",
+                "this config was tuned with the loss computed in the replicas, and is wrapped without loss_fn: outputs "
+                "will be gathered on GPU 0, which may lack the memory. Use config.wrap(model, loss_fn).",
                 stacklevel=2,
             )
         return hardware.wrap(
@@ -99,8 +99,8 @@ class SplitConfig(ConfigData):
         num_given, num_shards = len(hardware.devices), self.split.num_devices
         if num_given != num_shards:
             raise ConfigError(
-                f"number of devices: got {num_given} ({names_of(hardware.devices)}), expected {num_shards}, one for each "
-                f"shard of {self.split}. Name {num_shards} devices, or tune for {num_given}."
+                f"number of devices: got {num_given} ({names_of(hardware.devices)}), expected {num_shards}, one for "
+                f"each shard of {self.split}. Name {num_shards} devices, or tune for {num_given}."
             )
         return hardware
 
@@ -140,7 +140,8 @@ class SplitConfig(ConfigData):
 
     def _warn_of_other_devices(self, hardware: Hardware) -> None:
         if self.is_modelled and not hardware.is_modelled:
-            what = f"planned on virtual devices ({names_of(self.devices)}), and not measured on {names_of(hardware.devices)}"
+            here = names_of(hardware.devices)
+            what = f"planned on virtual devices ({names_of(self.devices)}), and not measured on {here}"
         else:
             pairs = zip(self.devices, hardware.devices, strict=True)
             others = [(tuned, here) for tuned, here in pairs if _card(tuned) != _card(here)]

@@ -156,7 +156,7 @@ class Hardware(Protocol):
         ...
 
     def adopt(self, module: nn.Module) -> None:
-        """Have a further module of the job, a discriminator say, count where training has it: virtual ones on device 0."""
+        """Have a further module of the job (a discriminator) count where training has it, virtually device 0."""
         ...
 
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None:

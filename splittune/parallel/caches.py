@@ -39,9 +39,9 @@ def made_of(cache: Any, items: Sequence[Any]) -> Any:
 
 def _not_splittable(cache: Any, error: Exception) -> ConfigError:
     return ConfigError(
-        f"a {type(cache).__name__} cannot be split over devices or joined: {error}. Expected a cache that is made of what "
-        "iterating over it gives, as transformers' DynamicCache is. Pass use_cache=False (or set it in the configs of the "
-        "model and of its decoder), or run the wrapped module itself: model.module."
+        f"a {type(cache).__name__} cannot be split over devices or joined: {error}. Expected a cache that is made of "
+        "what iterating over it gives, as transformers' DynamicCache is. Pass use_cache=False (or set it in the "
+        "configs of the model and of its decoder), or run the wrapped module itself: model.module."
     )
 
 

@@ -338,8 +338,8 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
 
 # Of the steps of nn.DataParallel.forward(), which people override there.
 _UNUSED = (
-    "expected none, BalancedDataParallel never calls it. What is split is said by shard_sizes and dim, how tensors travel "
-    "by link; for other than that, override forward(), or use nn.DataParallel."
+    "expected none, BalancedDataParallel never calls it. What is split is said by shard_sizes and dim, how tensors "
+    "travel by link; for other than that, override forward(), or use nn.DataParallel."
 )
 
 

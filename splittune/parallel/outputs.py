@@ -211,8 +211,8 @@ def _check_alike(path: str, leaves: list[Tensor], dim: int) -> None:
     got = ", ".join(f"replica {n} {s} of {d}" for n, (s, d) in enumerate(zip(shapes, dtypes, strict=True)))
     raise TypeError(
         f"the replicas' outputs cannot be joined at {path or 'the top'} along dimension {dim}: got {got}. Expected one "
-        f"dtype, and shapes that differ in dimension {dim} only, the samples. Pad to a size that does not depend on the "
-        "shard, or return a 0-dim mean over the samples."
+        f"dtype, and shapes that differ in dimension {dim} only, the samples. Pad to a size that does not depend on "
+        "the shard, or return a 0-dim mean over the samples."
     )
 
 

@@ -60,8 +60,8 @@ class ReplicaLoss:
         if not (args and kwargs):
             raise ConfigError(
                 f"the wrapper has a loss_fn and was called with {len(args)} positional arguments and {list(kwargs)}: "
-                "expected the model's inputs and then the targets, loss = model(inputs, targets), or targets named one of "
-                f"{list(TARGET_KEYS)}, loss = model(**batch)."
+                "expected the model's inputs and then the targets, loss = model(inputs, targets), or targets named one "
+                f"of {list(TARGET_KEYS)}, loss = model(**batch)."
             )
         return args, kwargs
 

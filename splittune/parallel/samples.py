@@ -303,8 +303,8 @@ def _no_samples(tree: Any, dim: int) -> ConfigError:
         listed = ", ".join(f"{_name(path)} has {size}" for path, size in sizes.items())
         return ConfigError(
             f"tensors whose size along dimension {dim} differs: {listed}. Expected one size, the number of samples, "
-            "for inputs and targets alike, or lists of one tensor or dict a sample, all of one length. Give every tensor "
-            "one entry a sample; what all samples share, pass as a 0-dim tensor or keep inside the model."
+            "for inputs and targets alike, or lists of one tensor or dict a sample, all of one length. Give every "
+            "tensor one entry a sample; what all samples share, pass as a 0-dim tensor or keep inside the model."
         )
     got = (
         f"tensors with no dimension {dim}: {', '.join(f'{_name(p)} of shape {tuple(t.shape)}' for p, t in tensors)}"

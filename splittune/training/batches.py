@@ -55,12 +55,14 @@ def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> 
     if isinstance(loader, Iterator):
         raise ConfigError(
             f"loader is a {type(loader).__name__}, an iterator: reading it would take batches away from training. "
-            "Expected what can be iterated over again, a DataLoader or a list of batches. Pass that instead of iter(it)."
+            "Expected what can be iterated over again, a DataLoader or a list of batches. Pass that instead of "
+            "iter(it)."
         )
     given: object = loader
     if not isinstance(given, Iterable) and not hasattr(given, "__getitem__"):
         raise ConfigError(
-            f"loader is a {type(loader).__name__}, which cannot be iterated: expected a DataLoader or a list of batches."
+            f"loader is a {type(loader).__name__}, which cannot be iterated: expected a DataLoader or a list "
+            "of batches."
         )
     best: tuple[float, Any, Samples] | None = None
     largest, expected, listed = 0, batch_size_given(loader), None

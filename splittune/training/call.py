@@ -110,9 +110,9 @@ def call_for(batch: Any, *, has_loss_fn: bool, forward: Forward = _ANYTHING) -> 
         call = replace(call, kwargs=kwargs, said=(*call.said, words))
     if "num_items_in_batch" in call.kwargs:
         raise ConfigError(
-            "the batch has an entry 'num_items_in_batch', by which a model divides the sum of its losses: every device would "
-            "divide its own part by the count of all, and the parts are then averaged. Expected a mean. Leave the entry out; "
-            "for a mean over tokens train with config.wrap(model, loss_fn, weight_fn=...)."
+            "the batch has an entry 'num_items_in_batch', by which a model divides the sum of its losses: every device "
+            "would divide its own part by the count of all, and the parts are then averaged. Expected a mean. Leave "
+            "the entry out; for a mean over tokens train with config.wrap(model, loss_fn, weight_fn=...)."
         )
     why_not = forward.why_not(*call.args, **call.kwargs)
     if why_not is None:
@@ -158,6 +158,6 @@ def _describe_misfit(call: ModelCall, forward: Forward, why_not: str) -> str:
     example = "model(**batch)" if call.kwargs else "model(*batch)"
     return (
         f"the model cannot be called with what the loader gives: {why_not}. The batch was read as {read_as}; {forward} "
-        f"expects other arguments. Give step_fn=lambda model, batch: ..., which calls the model itself and returns the loss: "
-        f"{example}.loss, or loss_fn({example}, batch[...])."
+        "expects other arguments. Give step_fn=lambda model, batch: ..., which calls the model itself and returns the "
+        f"loss: {example}.loss, or loss_fn({example}, batch[...])."
     )

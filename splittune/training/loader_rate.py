@@ -18,7 +18,7 @@ MAX_BATCHES_TIMED = 100
 def measure_loader_rate(
     loader: Iterable[Any], *, measured_s: float = MEASURED_S, clock: Callable[[], float] = time.perf_counter
 ) -> float | None:
-    """Samples a second that `loader` gives to somebody who does nothing else; None where it has too few batches to tell.
+    """Samples a second that `loader` gives to somebody who only reads; None if it has too few batches to tell.
 
     Every worker's first batch is left out: the workers start with it, and theirs all come at once. From then on batches
     are timed for `measured_s`, the last one beyond it included, 100 of them at most. An exception of the data set's own
@@ -52,7 +52,7 @@ def measure_loader_rate(
 
 
 def describe_slow_loader(advice: str, loader_rate: float, needed_rate: float) -> str | None:
-    """What to tell the user of a loader that gives fewer samples a second than `needed_rate`; None where it gives enough.
+    """What to tell the user of a loader that gives fewer samples a second than `needed_rate`; else None.
 
     `advice` is `what_to_set`. Example: ``"The loader gives 850 samples/s and the cards train 1,200:
     ... Set num_workers=4 or so (it is 0) ..."``.
@@ -60,8 +60,8 @@ def describe_slow_loader(advice: str, loader_rate: float, needed_rate: float) ->
     if loader_rate >= needed_rate:
         return None
     return (
-        f"The loader gives {loader_rate:,.0f} samples/s and the cards train {needed_rate:,.0f}: they will wait for data, "
-        f"and no split will help with that. {advice}"
+        f"The loader gives {loader_rate:,.0f} samples/s and the cards train {needed_rate:,.0f}: they will wait for "
+        f"data, and no split will help with that. {advice}"
     )
 
 
@@ -69,8 +69,8 @@ def what_to_set(loader: Iterable[Any]) -> str:
     """What would make this loader faster, by what is set already."""
     if not isinstance(loader, DataLoader):
         return (
-            f"It is a {type(loader).__name__}, which makes its batches in the training process: read ahead in others, with "
-            "torch.utils.data.DataLoader(..., num_workers=4, pin_memory=True) say."
+            f"It is a {type(loader).__name__}, which makes its batches in the training process: read ahead in others, "
+            "with torch.utils.data.DataLoader(..., num_workers=4, pin_memory=True) say."
         )
     advice = []
     if loader.num_workers == 0:

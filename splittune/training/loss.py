@@ -33,9 +33,9 @@ def infer_loss(output: Any, targets: Any) -> tuple[Tensor, str]:
     if found is not None:
         return found
     raise ConfigError(
-        f"no loss can be inferred from {_describe(output, 'the output')} and {_describe(targets, 'the targets')}: expected "
-        "a scalar output, one with .loss, a tuple with one scalar, a dict of losses, integer targets for cross-entropy, or "
-        "floats of the output's shape for MSE. " + _STEP_FN
+        f"no loss can be inferred from {_describe(output, 'the output')} and {_describe(targets, 'the targets')}: "
+        "expected a scalar output, one with .loss, a tuple with one scalar, a dict of losses, integer targets for "
+        "cross-entropy, or floats of the output's shape for MSE. " + _STEP_FN
     )
 
 
@@ -81,8 +81,8 @@ def check_loss(loss: Any, origin: str) -> Tensor:
     """
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"{origin} gave a {type(loss).__name__}: expected a tensor, the loss that gradients flow from. Return that itself, "
-            "neither nothing nor loss.item()."
+            f"{origin} gave a {type(loss).__name__}: expected a tensor, the loss that gradients flow from. Return that "
+            "itself, neither nothing nor loss.item()."
         )
     if loss.dim() != 0:
         raise ConfigError(
@@ -96,8 +96,8 @@ def check_loss(loss: Any, origin: str) -> Tensor:
         )
     if not torch.isfinite(loss.detach()):
         raise ConfigError(
-            f"{origin} gave a loss of {loss.item()}: expected a finite number. A model that diverges cannot be measured: "
-            "check the inputs, the initialisation and the learning rate."
+            f"{origin} gave a loss of {loss.item()}: expected a finite number. A model that diverges cannot be "
+            "measured: check the inputs, the initialisation and the learning rate."
         )
     return loss
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Snapshot:
-    """Model, optimizer, random number generators, the loader's generators and what a step reaches besides, at one moment.
+    """Model, optimizer, random generators, the loader's among them, and what else a step reaches, at one moment.
 
     Kept: every parameter and buffer (which object, its values, its device), gradients,
     requires_grad, train or eval mode and hooks of each submodule, the optimizer's state, groups and
@@ -59,8 +59,9 @@ class Snapshot:
         found = reach((model, *([] if optimizer is None else [optimizer]), *told, *others))
         if not found.is_complete:
             logger.warning(
-                "the job's functions reach more than %d objects, and not all were looked at: what training changes beyond "
-                "the model may not be put back afterwards. Name it: TrainingTask(..., other_state=(discriminator, ...)).",
+                "the job's functions reach more than %d objects, and not all were looked at: what training changes "
+                "beyond the model may not be put back afterwards. Name it: TrainingTask(..., "
+                "other_state=(discriminator, ...)).",
                 MAX_OBJECTS,
             )
         modules = list(dict.fromkeys(module for root in (model, *found.modules) for module in root.modules()))

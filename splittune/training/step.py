@@ -81,9 +81,9 @@ class TrainingStep:
         self._num_skipped_in_a_row += 1
         if self._num_skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
             raise ConfigError(
-                f"the gradient scaler skipped {self._num_skipped_in_a_row} steps in a row, and its scale is {self._scale:g}: "
-                "expected finite gradients at some scale. Check the model for operations that overflow in half precision, or "
-                "train in torch.bfloat16, which needs no scaler."
+                f"the gradient scaler skipped {self._num_skipped_in_a_row} steps in a row, and its scale is "
+                f"{self._scale:g}: expected finite gradients at some scale. Check the model for operations that "
+                "overflow in half precision, or train in torch.bfloat16, which needs no scaler."
             )
         return False
 

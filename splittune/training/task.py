@@ -136,8 +136,8 @@ class TrainingTask:
         if self.grad_scaler is None:
             if self.autocast_dtype is torch.float16:
                 self._say_once(
-                    "autocast_dtype is torch.float16 and no grad_scaler was given: small gradients become 0, and what a scaler "
-                    "costs is not measured. Give grad_scaler=torch.amp.GradScaler()."
+                    "autocast_dtype is torch.float16 and no grad_scaler was given: small gradients become 0, and what "
+                    "a scaler costs is not measured. Give grad_scaler=torch.amp.GradScaler()."
                 )
             return loss
         if not self.grad_scaler.is_enabled():
@@ -155,7 +155,7 @@ class TrainingTask:
         optimizer.zero_grad(set_to_none=True)
 
     def loss_of(self, model: SplitModule, batch: Any) -> tuple[Tensor, Any]:
-        """The loss of one micro-batch, under autocast where the task has it, and what a loop has in its variables besides.
+        """The loss of one micro-batch, under the task's autocast, and what a loop has in its variables besides.
 
         Raises:
             ConfigError: `step_fn` computed it past `model`, so that no device but one had any part in it.
@@ -170,7 +170,7 @@ class TrainingTask:
             return found
 
     def _usual_loss(self, model: SplitModule, batch: Any) -> tuple[Tensor, Any] | None:
-        """What `loss_of` gives for a job without `step_fn`; None where it turns out that the model wants the targets."""
+        """What `loss_of` gives for a job without `step_fn`; None if the model turns out to want the targets."""
         call = self._call_for(batch)
         if model.computes_loss:
             return model(*call.args, call.targets, **call.kwargs), None
@@ -215,8 +215,9 @@ class TrainingTask:
         if self.step_fn is not None or not isinstance(targets, Tensor):
             what = "step_fn computes the loss" if self.step_fn is not None else "batches hold no targets"
             raise ConfigError(
-                f"the loss cannot be placed in the replicas: {what}. Expected batches (inputs, targets), with loss_fn or one "
-                'to be inferred. Use loss_placement="output"; a model that returns its own loss computes it there already.'
+                f"the loss cannot be placed in the replicas: {what}. Expected batches (inputs, targets), with loss_fn "
+                'or one to be inferred. Use loss_placement="output"; a model that returns its own loss computes it '
+                "there already."
             )
         if self.loss_fn is not None and not isinstance(self.loss_fn, nn.Module):
             own = set(self.model.modules())
@@ -224,9 +225,9 @@ class TrainingTask:
             used = {type(module).__name__ for module in found}
             if used:
                 raise ConfigError(
-                    f"the loss cannot be placed in the replicas: loss_fn uses {', '.join(sorted(used))}, which lives on one "
-                    "device. Expected a function without tensors of its own, or a loss that is an nn.Module, which is copied to "
-                    'every device. Pass the module itself, or use loss_placement="output".'
+                    f"the loss cannot be placed in the replicas: loss_fn uses {', '.join(sorted(used))}, which lives "
+                    "on one device. Expected a function without tensors of its own, or a loss that is an nn.Module, "
+                    'which is copied to every device. Pass the module itself, or use loss_placement="output".'
                 )
         return self.loss_fn or (lambda output, targets: infer_loss(output, targets)[0])
 
@@ -239,8 +240,8 @@ class TrainingTask:
         """A replica is made of the module as the user wrote it."""
         if isinstance(self.model, _WRAPPERS):
             raise ConfigError(
-                f"model is wrapped in {type(self.model).__name__}: expected the module itself, which the tuner wraps for "
-                "every split it tries. Pass model.module."
+                f"model is wrapped in {type(self.model).__name__}: expected the module itself, which the tuner wraps "
+                "for every split it tries. Pass model.module."
             )
         if isinstance(getattr(self.model, "_orig_mod", None), _WRAPPERS):  # what torch.compile returns holds it there
             raise ConfigError(
@@ -260,8 +261,9 @@ class TrainingTask:
         if len(first) > 1:
             listed = " and ".join(f"{name} on {device}" for device, name in first.items())
             raise ConfigError(
-                f"the model lives on {len(first)} devices, {listed}: expected one, for every device gets a copy of all of it. "
-                f"Move it there, model.to({str(next(iter(first)))!r}); a model that is too large for one device cannot be tuned."
+                f"the model lives on {len(first)} devices, {listed}: expected one, for every device gets a copy of all "
+                f"of it. Move it there, model.to({str(next(iter(first)))!r}); a model that is too large for one device "
+                "cannot be tuned."
             )
 
     def _check_options(self) -> None:
@@ -273,8 +275,8 @@ class TrainingTask:
         number = as_int(size)
         if size is not None and (number is None or number < 1):
             raise ConfigError(
-                f"global_batch_size is {size!r}: expected an integer of at least 1, the samples behind one optimizer step. "
-                "Leave it out for the loader's batch size."
+                f"global_batch_size is {size!r}: expected an integer of at least 1, the samples behind one optimizer "
+                "step. Leave it out for the loader's batch size."
             )
         self.global_batch_size = number
         self._check_grad_scaler()
@@ -292,21 +294,23 @@ class TrainingTask:
         scale = scaler.get_scale()
         if not 0 < scale < float("inf"):
             raise ConfigError(
-                f"grad_scaler has a scale of {scale}: expected a finite number above 0, such as 65536.0. Gradients times it say "
-                "nothing, and every step would be skipped. Make a new torch.amp.GradScaler(), or load another state."
+                f"grad_scaler has a scale of {scale}: expected a finite number above 0, such as 65536.0. Gradients "
+                "times it say nothing, and every step would be skipped. Make a new torch.amp.GradScaler(), or load "
+                "another state."
             )
 
     def _check_other_state(self) -> None:
         given: object = self.other_state
         if isinstance(given, nn.Module) or not isinstance(given, list | tuple):
             raise ConfigError(
-                f"other_state is a {type(given).__name__}: expected a tuple of objects, such as (discriminator, optimizer_d)."
+                f"other_state is a {type(given).__name__}: expected a tuple of objects, such as "
+                "(discriminator, optimizer_d)."
             )
         for index, thing in enumerate(given):
             if not (isinstance(thing, Tensor | dict | list | tuple | torch.Generator) or hasattr(thing, "__dict__")):
                 raise ConfigError(
-                    f"other_state[{index}] is {thing!r}, which has nothing to put back: expected a module, an optimizer or "
-                    "another object whose state training changes. Leave it out."
+                    f"other_state[{index}] is {thing!r}, which has nothing to put back: expected a module, an "
+                    "optimizer or another object whose state training changes. Leave it out."
                 )
 
     def _check_optimizer(self) -> None:
@@ -350,10 +354,10 @@ def _loss_through(model: nn.Module, step_fn: StepFunction, batch: Any) -> Tensor
     if isinstance(returned, Tensor) and torch.is_grad_enabled() and not any(called):
         how = "called it under no_grad() only" if called else "never called it"
         raise ConfigError(
-            f"step_fn gave a loss and {how}, the model it was given: expected model(...) in it, for that is what spreads the "
-            "batch over the devices. model.module, model.forward() and a model from outside step_fn run on one device, and "
-            "nothing is measured. Call the model itself; where the step is a method of your module, such as training_step, "
-            "tune a module whose forward() is that method."
+            f"step_fn gave a loss and {how}, the model it was given: expected model(...) in it, for that is what "
+            "spreads the batch over the devices. model.module, model.forward() and a model from outside step_fn run on "
+            "one device, and nothing is measured. Call the model itself; where the step is a method of your module, "
+            "such as training_step, tune a module whose forward() is that method."
         )
     loss: Tensor = returned
     return loss

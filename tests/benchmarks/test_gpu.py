@@ -54,7 +54,8 @@ def event(action: str, size: int, time_us: int) -> dict[str, object]:
 
 
 def test_a_traces_peaks_are_those_of_each_window():
-    """Blocks count rounded from their request to their being freed, segments as they are; between windows all goes on."""
+    """Blocks count rounded from their request to their being freed, segments as they are; between
+    windows all goes on."""
     events = [
         event("segment_alloc", 2 * MIB, 10),
         event("alloc", 1000, 11),
@@ -158,7 +159,8 @@ def test_a_neighbour_that_grows_is_told(stage, monkeypatch):
 
 
 def test_peaks_and_times_are_foretold(stage):
-    """A row for each trial but the first, with an interval and a time, and a summary that fails nothing in a rehearsal."""
+    """A row for each trial but the first, with an interval and a time, and a summary that fails
+    nothing in a rehearsal."""
     findings = found_by(gpu_model_errors.run, stage, names=["MLP"])
     assert len(findings.rows) == 4 * (len(gpu_model_errors.STEPS) - 1)
     assert all(row["least_mib"] <= row["likely_mib"] <= row["most_mib"] for row in findings.rows)
@@ -240,7 +242,8 @@ def test_after_an_error_that_spoils_the_card_nothing_is_begun(stage):
 
 
 def test_the_command_rehearses_and_writes_nothing(tmp_path: Path, capsys, monkeypatch):
-    """Every line of a rehearsal says modelled; what a virtual GPU has no second reading of is not told, and not failed."""
+    """Every line of a rehearsal says modelled; what a virtual GPU has no second reading of is not
+    told, and not failed."""
     monkeypatch.setattr(gpu_memory, "JOBS", gpu_memory.JOBS[:1])
     code = gpu.main(["--devices", DEVICE, "--only", "memory", "--out", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()

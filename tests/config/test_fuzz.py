@@ -30,7 +30,8 @@ CODE = "__import__('os').system('touch executed')"
 VALUES: list[Any] = [
     None, True, False, 0, 1, 2, 3, 5, 24, -1, -(2**63), 2**53 + 1, 2**63, 10**30, 10**400, 0.0, -0.0, 1.0, 2.5, 1e-320,
     1e308, "", "0", "cpu", "replica", "\x00", "\ud800", "é" * 300, "2026-01-31", "2026-02-31T00:00:00", CODE,
-    "!!python/object/apply:os.system ['touch executed']", "csplittune\nSplitConfig\n.", [], [[]], [1], [3, 4, 5], [4, 4, 4],
+    "!!python/object/apply:os.system ['touch executed']", "csplittune\nSplitConfig\n.", [], [[]], [1], [3, 4, 5],
+    [4, 4, 4],
     [3.0, 4, 5], ["3", 4, 5], {}, {"__class__": "os.system"}, {"__reduce__": [CODE]}, {"py/object": "os.system"},
     {"__init__": {}, "__dict__": {}}, {"torch": "2.13.0"}, {"torch": None}, [1] * 3000,
 ]  # fmt: skip
@@ -50,8 +51,10 @@ KEYS = [
     CODE,
 ]
 TOKENS = [
-    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "00", "0x10", "+1", ".5", "1.", "1_000", "1" * 5000, "'x'", "True",
-    "None", "nan", "/* */", "// x\n", ",", ",,", ":", "{", "}", "[", "]", '"', "\\", "\\u12", "\x00", "\ufeff", "[" * 3000,
+    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "00", "0x10", "+1", ".5", "1.", "1_000", "1" * 5000, "'x'",
+    "True",
+    "None", "nan", "/* */", "// x\n", ",", ",,", ":", "{", "}", "[", "]", '"', "\\", "\\u12", "\x00", "\ufeff",
+    "[" * 3000,
     '{"a":' * 3000, '{"__class__": "os.system"}', CODE, "1e-400", "-0", "1E2", "24.0", "\u2028", "\r", '"\\ud800"',
 ]  # fmt: skip
 

@@ -516,7 +516,8 @@ def test_wrap_refuses_devices_and_hardware_together() -> None:
 
 
 def test_a_plan_on_real_cards_warns_that_it_was_not_measured(asked: list[Any]) -> None:
-    """Planned on virtual cards, trained on real ones by naming them: that works, and says it was never measured there."""
+    """Planned on virtual cards, trained on real ones by naming them: that works, and says it was
+    never measured there."""
     with pytest.warns(
         UserWarning, match=r"planned on virtual devices \(RTX3090, .*not measured on RTX3090.*tune again"
     ) as caught:

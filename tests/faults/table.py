@@ -54,7 +54,8 @@ def differences(gathered: Gathered, kept: Iterable[Fault]) -> list[str]:
 
 
 def updated(gathered: Gathered, kept: Iterable[Fault]) -> list[Fault]:
-    """The kept table with the rows of the tests that were run in the place of theirs, and without those of tests gone."""
+    """The kept table with the rows of the tests that were run in the place of theirs, and without
+    those of tests gone."""
     stay = {fault for fault in kept if fault.test not in gathered.tests and exists(fault.test)}
     return sorted(stay | gathered.faults)
 

@@ -84,7 +84,8 @@ def count_allocations(monkeypatch, fails_at: int | None = None) -> list[int]:
 
 
 def test_running_out_of_memory_at_any_allocation_is_an_outcome(owned, tried):
-    """Wherever in a trial memory runs out, in replicas, loss, backward or update, it is reported and nothing is lost."""
+    """Wherever in a trial memory runs out, in replicas, loss, backward or update, it is reported
+    and nothing is lost."""
     with pytest.MonkeyPatch.context() as patch:
         count = count_allocations(patch)
         assert profile(Job(Trap()), resolve_hardware(DEVICES)) == Outcome.OK.value

@@ -29,9 +29,25 @@ def test_the_kept_faults_cover_what_was_promised() -> None:
     """Every kind of fault that the table is there for stands in it."""
     told = "\n".join(as_lines(read())).lower()
     for kind in (
-        "out of memory", "forward", "loss_fn", "backward", "optimizer", "loader", "ctrl-c", "sigterm", "sigkill of the worker",
-        "sigkill of the tuner", "nvml", "locked", "read-only", "disk full", "two tuners", "cut", "fuzz", "cuda error",
-    ):  # fmt: skip
+        "out of memory",
+        "forward",
+        "loss_fn",
+        "backward",
+        "optimizer",
+        "loader",
+        "ctrl-c",
+        "sigterm",
+        "sigkill of the worker",
+        "sigkill of the tuner",
+        "nvml",
+        "locked",
+        "read-only",
+        "disk full",
+        "two tuners",
+        "cut",
+        "fuzz",
+        "cuda error",
+    ):
         assert kind in told, kind
 
 

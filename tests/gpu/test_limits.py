@@ -19,7 +19,8 @@ pytestmark = [
 
 
 def test_what_is_emitted_fits_and_what_would_be_faster_does_not(stage):
-    """Two limits anywhere: no OOM on the way, the emitted split trains within them, and the next faster one does not."""
+    """Two limits anywhere: no OOM on the way, the emitted split trains within them, and the next
+    faster one does not."""
     findings = Findings(part="limits")
     gpu_limits.run(stage, findings, num_limits=2)
     assert not findings.failures

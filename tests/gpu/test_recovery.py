@@ -17,7 +17,8 @@ pytestmark = [
 
 
 def test_each_phase_runs_out_of_memory_and_nothing_is_left_of_it(stage):
-    """Forward, loss, backward, first state, a later update: memory at its baseline, weights bit-identical, and on it goes."""
+    """Forward, loss, backward, first state, a later update: memory at its baseline, weights
+    bit-identical, and on it goes."""
     findings = Findings(part="ooms")
     gpu_ooms.run(stage, findings)
     assert [row["failed_in"] for row in findings.rows] == list(gpu_ooms.PHASES)

@@ -7,7 +7,10 @@ import torch
 
 from splittune.hardware import CudaHardware
 
-MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU {} has a total capacity of 23.68 GiB of which 1.06 GiB is free."
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU {} has a total capacity of 23.68 GiB "
+    "of which 1.06 GiB is free."
+)
 
 
 @pytest.fixture

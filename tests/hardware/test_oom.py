@@ -15,7 +15,8 @@ OOM_TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total c
 
 MESSAGES = {
     "caching allocator": OOM_TEXT,
-    "caching allocator, ROCm": "HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 63.98 GiB",
+    "caching allocator, ROCm": "HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total "
+    "capacity of 63.98 GiB",
     "runtime": "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
     "runtime, ROCm": "HIP error: out of memory",
     "driver": "CUDA driver error: out of memory",
@@ -34,8 +35,9 @@ MESSAGES = {
     "bug to PyTorch. ",
     "MIG, connecting": "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "
     '"../c10/cuda/CUDACachingAllocator.cpp":963, please report a bug to PyTorch. ',
-    "MIG, by bus": "NVML_SUCCESS == DriverAPI::get()->nvmlDeviceGetHandleByPciBusId_v2_( pci_id, &nvml_device) INTERNAL "
-    'ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1139, please report a bug to PyTorch. ',
+    "MIG, by bus": "NVML_SUCCESS == DriverAPI::get()->nvmlDeviceGetHandleByPciBusId_v2_( pci_id, &nvml_device) "
+    'INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1139, please report a bug to '
+    "PyTorch. ",
     "host": "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
     "allocate 70368744177664 bytes. Error code 12 (Cannot allocate memory)",
     "host, Windows": "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to "
@@ -51,12 +53,14 @@ NEAR_MISSES = {
     "prose": "ran out of memory slots in replay buffer",
     "a limit of the user's own": "not enough memory cells for 5 items",
     "an option quoted": "retry_on='CUDA out of memory' is not an option",
-    "index out of range seen by cuBLAS": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "index out of range seen by cuBLAS": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling "
+    "`cublasCreate(handle)`",
     "a shape cuDNN never supports": "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED_SHAPE",
     "device-side assert": "CUDA error: device-side assert triggered",
     "illegal access": "CUDA error: an illegal memory access was encountered",
     "shared memory of a kernel": "out of resource: shared memory, Required: 131072, Hardware limit: 101376",
-    "another assert": 'success INTERNAL ASSERT FAILED at "../aten/src/ATen/native/cuda/Foo.cpp":1, please report a bug.',
+    "another assert": 'success INTERNAL ASSERT FAILED at "../aten/src/ATen/native/cuda/Foo.cpp":1, '
+    "please report a bug.",
     "cuDNN that is not there": "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
     "a call cuBLAS refuses": "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`",
     "launch": "CUDA error: too many resources requested for launch",
@@ -293,8 +297,8 @@ def test_judging_leaves_the_exception_alone():
 # From here on: errors after which the process can use its devices no more.
 
 STICKY = {
-    "illegal address": "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously "
-    "reported at some other API call",
+    "illegal address": "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be "
+    "asynchronously reported at some other API call",
     "assert": "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side "
     "assertions.",
     "launch failure": "CUDA error: unspecified launch failure",
@@ -310,7 +314,8 @@ STICKY = {
     "ROCm": "HIP error: an illegal memory access was encountered",
     "driver": "CUDA driver error: an illegal memory access was encountered",
     "triton": "Triton Error [CUDA]: misaligned address",
-    "NCCL": "NCCL Error 1: unhandled cuda error\nLast error:\nCuda failure 700 'an illegal memory access was encountered'",
+    "NCCL": "NCCL Error 1: unhandled cuda error\nLast error:\n"
+    "Cuda failure 700 'an illegal memory access was encountered'",
     "older NCCL": "NCCL Error 1: unhandled cuda error\nCuda failure 'unspecified launch failure'",
 }
 

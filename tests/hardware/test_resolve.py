@@ -146,7 +146,8 @@ def test_virtual_gpus_need_no_card(cards):
 
 @pytest.mark.parametrize("visible", ["MIG-1,MIG-2", "MIG-GPU-1/1/0, MIG-GPU-1/2/0"])
 def test_several_mig_instances_are_not_taken_for_the_first(cards, monkeypatch, visible):
-    """Of several instances in CUDA_VISIBLE_DEVICES CUDA shows one: all visible devices are then refused, not one used."""
+    """Of several instances in CUDA_VISIBLE_DEVICES CUDA shows one: all visible devices are then
+    refused, not one used."""
     cards(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(DeviceError, match=r"^CUDA_VISIBLE_DEVICES names 2 MIG instances: expected one"):

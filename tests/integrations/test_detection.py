@@ -1,4 +1,5 @@
-"""Detection as its libraries batch it: lists of images and targets, a dict of losses, tuned and trained as on one device."""
+"""Detection as its libraries batch it: lists of images and targets, a dict of losses, tuned and
+trained as on one device."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def stacked(indices: list[int]) -> Any:
 
 
 def alike(indices: list[int]) -> Any:
-    """Three boxes in every image of three channels: nothing but the loader's batch size tells how many images there are."""
+    """Three boxes in every image of three channels: nothing but the loader's batch size tells how
+    many images there are."""
     return [image(3 * index) for index in indices], [
         {"boxes": torch.full((3, 4), float(index)), "difficulty": torch.tensor(0.1 * index)} for index in indices
     ]

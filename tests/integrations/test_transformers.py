@@ -285,7 +285,8 @@ def padded_labels(step: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("as_tensor", [True, False])
 @pytest.mark.parametrize("split", [EVEN, UNEVEN], ids=str)
 def test_a_mean_over_the_tokens_of_the_whole_batch(as_tensor: bool, split: BatchSplit) -> None:
-    """With num_items_in_batch in the batch, uneven padding, cards and micro-batches change neither loss nor gradient."""
+    """With num_items_in_batch in the batch, uneven padding, cards and micro-batches change neither
+    loss nor gradient."""
     batch: dict[str, Any] = padded_labels(0)
     count = (batch["labels"][:, 1:] != -100).sum()
     batch["num_items_in_batch"] = count if as_tensor else int(count)

@@ -58,7 +58,8 @@ def test_it_is_a_data_parallel() -> None:
 
 
 def test_cuda_devices_are_numbered_as_there() -> None:
-    """``f"cuda:{model.device_ids[0]}"`` is what people write: cards are told by their numbers, and are devices besides."""
+    """``f"cuda:{model.device_ids[0]}"`` is what people write: cards are told by their numbers, and
+    are devices besides."""
     model = BalancedDataParallel(1, mlp(), [1, "cuda:0", torch.device("cuda", 3)])
     assert model.device_ids == [1, 0, 3]
     assert f"cuda:{model.device_ids[0]}" == "cuda:1" == str(model.devices[0]) == str(model.output_device)

@@ -335,7 +335,8 @@ def test_a_compiled_module_of_another_kind_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_code_of_unknown_kind_runs_as_written() -> None:
-    """A call compiled in place by something that does not say how is left out in replicas, never run on the original."""
+    """A call compiled in place by something that does not say how is left out in replicas, never
+    run on the original."""
     plain, batch = net(), batch_of(6)
     expected = copy.deepcopy(plain)(batch)
 

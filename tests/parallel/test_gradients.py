@@ -142,7 +142,8 @@ def test_gradients_can_be_differentiated_again_on_virtual_gpus() -> None:
 def test_a_gradient_penalty_on_inputs_needs_no_other_engine(
     wrap: Wrap, step: tuple[tuple[int, ...], list[int]], with_loss: bool
 ) -> None:
-    """A penalty on the slope by the inputs, with the loss or alone, gives the parameters the gradients of one device."""
+    """A penalty on the slope by the inputs, with the loss or alone, gives the parameters the
+    gradients of one device."""
     shard_sizes, sizes = step
     model, batch = make("mlp", sizes[0])
     plain = copy.deepcopy(model)

@@ -35,7 +35,8 @@ def test_mapping_the_identity_gives_an_equal_tree(tree: Any) -> None:
 
 @given(tree=trees)
 def test_mapping_touches_every_tensor_and_nothing_else(tree: Any) -> None:
-    """Each tensor is replaced at its own path; every other leaf is the very same object; the tree given is unchanged."""
+    """Each tensor is replaced at its own path; every other leaf is the very same object; the tree
+    given is unchanged."""
     before = [(path, leaf.clone() if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves_of(tree)]
     mapped = leaves_of(map_tensors(add_one, tree))
     assert [path for path, _ in mapped] == [path for path, _ in before]

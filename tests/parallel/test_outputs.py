@@ -309,7 +309,8 @@ def test_experts_probabilities_are_rows_however_many_experts() -> None:
 @given(shards=st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(lambda shards: max(shards) > 1))
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 def test_a_loss_with_a_dimension_is_weighed_as_one_without(shape: tuple[int, ...], shards: list[int]) -> None:
-    """``loss.unsqueeze(0)``, as nn.DataParallel's users return it, then ``.mean()``: value and gradient of one device."""
+    """``loss.unsqueeze(0)``, as nn.DataParallel's users return it, then ``.mean()``: value and
+    gradient of one device."""
     x = vectors(sum(shards))
     model = wrap(lambda module, part: (module.scale * part).square().mean().view(shape), *shards)
     loss = model(x)

@@ -266,7 +266,8 @@ def test_lists_of_samples_are_cut_and_put_together_again(num_boxes: list[int], c
 
 
 def test_entries_without_rows_go_with_their_samples() -> None:
-    """Beside stacked tensors, 0-dim tensors and records of plain values are cut as strings are; inputs of one name not."""
+    """Beside stacked tensors, 0-dim tensors and records of plain values are cut as strings are;
+    inputs of one name not."""
     extra = [{"id": n, "scale": torch.tensor(n)} for n in range(4)]
     labels, pair = [torch.tensor(n) for n in range(4)], [torch.zeros(4, 2), torch.ones(4, 2)]
     part = slice_batch({"x": torch.zeros(4, 3), "extra": extra, "labels": labels, "pair": pair}, 1, 3)

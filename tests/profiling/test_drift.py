@@ -36,8 +36,12 @@ def test_the_fastest_split_is_due_every_few_trials() -> None:
     watch = DriftWatch(is_modelled=False)
     slower = [measured(8, 2.0)] * NUM_TRIALS_BETWEEN
     assert due_after(watch, measured(2, 1.0), *slower, *slower) == [
-        None, *[None] * (NUM_TRIALS_BETWEEN - 1), split(2), *[None] * (NUM_TRIALS_BETWEEN - 1), split(2),
-    ]  # fmt: skip
+        None,
+        *[None] * (NUM_TRIALS_BETWEEN - 1),
+        split(2),
+        *[None] * (NUM_TRIALS_BETWEEN - 1),
+        split(2),
+    ]
 
 
 def test_a_faster_split_becomes_the_anchor() -> None:
@@ -117,7 +121,8 @@ class Slowing(FakeHardware):
 
 
 def test_the_anchor_is_measured_again_and_notes_what_changed(caplog: pytest.LogCaptureFixture) -> None:
-    """Cards that become half as fast in mid-search: the trial after which it shows says so, and trials go on unabridged."""
+    """Cards that become half as fast in mid-search: the trial after which it shows says so, and
+    trials go on unabridged."""
     hardware = Slowing(from_trial=5)
     measure = anchored(Job(hardware).profiler.measure, is_modelled=False)
     trials = [measure(split(k)) for k in (2, 8, 8, 8, 8, 1)]
@@ -149,7 +154,8 @@ def test_on_virtual_devices_every_trial_is_the_searchs() -> None:
 
 @pytest.mark.parametrize("fault", ["crashed", "raised"])
 def test_an_anchor_that_fails_costs_no_trial(fault: str) -> None:
-    """One that crashes says nothing of speed, and the trial after it is measured; one that raises finds all trials handed over."""
+    """One that crashes says nothing of speed, and the trial after it is measured; one that raises
+    finds all trials handed over."""
     asked: list[BatchSplit] = []
 
     def measure(wanted: BatchSplit) -> Measurement:

@@ -114,7 +114,8 @@ def test_the_median_counts() -> None:
 
 
 def test_rounds_go_on_until_the_median_is_known() -> None:
-    """Steps of 1.5 s and 1/64 s more and less leave 3.2 % of doubt after three rounds, and 1.7 % after four: it ends."""
+    """Steps of 1.5 s and 1/64 s more and less leave 3.2 % of doubt after three rounds, and 1.7 %
+    after four: it ends."""
     micro_steps = (1.0, 1.015625, 0.984375, 1.0)
     trial = measured([time for micro_step in micro_steps for time in (micro_step, 0.5)] + [9.0] * 40)
     assert trial.micro_step_times_s == micro_steps
@@ -229,7 +230,8 @@ class Skips(torch.amp.GradScaler):
 
 
 def test_a_round_whose_step_was_skipped_counts_nowhere() -> None:
-    """Its micro-steps and its update are forgotten and run again; the first step, that makes the state, is repeated too."""
+    """Its micro-steps and its update are forgotten and run again; the first step, that makes the
+    state, is repeated too."""
     job = Job(FakeHardware(is_modelled=True, durations_s=count(1.0)), grad_scaler=Skips(1, 4))
     trial = job.profiler.measure(split(2))
     # 1: skipped; 2: the first step; then a single one, and its update; 4: a round that is skipped;

@@ -128,8 +128,12 @@ def test_a_failed_step_holds_nothing_when_memory_is_recovered() -> None:
     assert alive
     assert not any(alive)
     assert hardware.told("metered", "wrap", "prepare Sgd", "unmetered", "recover") == [
-        "metered", "wrap", "prepare Sgd", "unmetered", "recover",
-    ]  # fmt: skip
+        "metered",
+        "wrap",
+        "prepare Sgd",
+        "unmetered",
+        "recover",
+    ]
 
 
 def test_the_job_is_put_back_even_if_the_devices_do_not_recover() -> None:
@@ -204,7 +208,8 @@ def test_a_little_that_stays_is_not_told() -> None:
 
 
 def disturbed(hardware: FakeHardware, amounts: list[int], *, settle: bool = True) -> tuple[Job, list[int]]:
-    """A job with a trial behind it, in each of whose trials from then on others take the next of `amounts` on device 1."""
+    """A job with a trial behind it, in each of whose trials from then on others take the next of
+    `amounts` on device 1."""
     job = Job(hardware)
     if settle:
         job.profiler.measure(split(2))
@@ -399,7 +404,8 @@ def test_a_sticky_error_is_not_hidden_by_what_it_makes_impossible(monkeypatch: p
 
 
 def test_out_of_memory_on_the_way_to_a_sticky_error_is_no_outcome() -> None:
-    """An error that is both, a kernel's failure while memory ran out, ends the search: the process has lost its devices."""
+    """An error that is both, a kernel's failure while memory ran out, ends the search: the process
+    has lost its devices."""
 
     def fail() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory") from unusable()
@@ -429,5 +435,7 @@ def test_further_models_are_adopted_and_their_optimizers_prepared() -> None:
     job = Job(hardware, other_state=(critic, optimizer))
     job.profiler.measure(split(1))
     assert hardware.told("prepare Sgd", "adopt Linear", "adopt Model", "adopt ReLU", "prepare Adam") == [
-        "prepare Sgd", "adopt Linear", "prepare Adam",
-    ]  # fmt: skip
+        "prepare Sgd",
+        "adopt Linear",
+        "prepare Adam",
+    ]

@@ -56,7 +56,8 @@ def test_the_trials_peak_is_the_largest_of_all_phases() -> None:
 
 
 def test_the_phases_own_peaks_are_told() -> None:
-    """The peaks of micro-steps, updates, a single step, and at rest are given besides, each over its own phases only."""
+    """The peaks of micro-steps, updates, a single step, and at rest are given besides, each over
+    its own phases only."""
     peaks = [(300, 50), (90, 40), (20, 10), (100, 80), (30, 10), (170, 70), (150, 60)]
     phases = ["warm_up", "single_step", "micro_step", "micro_step", "update"]
     memory = record(FakeHardware(peaks=peaks), *phases).measurement(SPLIT).memory

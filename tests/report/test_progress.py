@@ -168,7 +168,8 @@ def test_a_trial_is_described_by_how_it_went(measurement: Measurement, words: st
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_people_see_of_a_run(is_terminal: bool) -> None:
-    """The loss in a line at the first step and every tenth of them; a bar, which leaves nothing behind, in a terminal."""
+    """The loss in a line at the first step and every tenth of them; a bar, which leaves nothing
+    behind, in a terminal."""
     file = io.StringIO()
     callback = StepCallback(Console(file=file, width=100, force_terminal=is_terminal, legacy_windows=False))
     callback.on_activity("reading")

@@ -199,7 +199,8 @@ def test_fitted_shards_worked(micro_batch_size: int, tuned: tuple[int, ...], fit
 @example(((4, 9, 9, 10), 13), 2)
 @example(((8, 8, 8, 8), 5), 2)
 def test_a_minimum_moves_samples_and_breaks_nothing(case: tuple[tuple[int, ...], int], least: int) -> None:
-    """For any shards, any shorter micro-batch and any minimum: every sample has a place, nobody exceeds the tuned size."""
+    """For any shards, any shorter micro-batch and any minimum: every sample has a place, nobody
+    exceeds the tuned size."""
     tuned, micro_batch_size = case
     fitted = fit_shards(micro_batch_size, tuned, least)
     assert (len(fitted), sum(fitted)) == (len(tuned), micro_batch_size)

@@ -1,4 +1,5 @@
-"""Everything of a job that must be as it was found, as plain values: two of these are equal bit for bit or not at all."""
+"""Everything of a job that must be as it was found, as plain values: two of these are equal bit for
+bit or not at all."""
 
 from __future__ import annotations
 

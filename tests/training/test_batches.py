@@ -188,10 +188,18 @@ def test_the_iterator_of_a_dataloader_is_refused() -> None:
         (None, r"loader is a NoneType, which cannot be iterated"),
     ],
     ids=[
-        "empty", "drop_last", "no sample", "no sample later", "no tensor", "no tensor later", "a number", "targets differ",
-        "int", "none",
+        "empty",
+        "drop_last",
+        "no sample",
+        "no sample later",
+        "no tensor",
+        "no tensor later",
+        "a number",
+        "targets differ",
+        "int",
+        "none",
     ],
-)  # fmt: skip
+)
 def test_a_loader_that_cannot_be_used_is_refused(loader: Any, match: str) -> None:
     """An empty loader, an empty batch, one without tensors or of different sizes: refused, by the batch's number."""
     with pytest.raises(ConfigError, match=match):

@@ -34,10 +34,22 @@ X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 2])
         (UserDict({"input_ids": X}), (), {"input_ids": X}, None),
     ],
     ids=[
-        "pair", "list", "three entries", "inputs a tuple", "inputs a list", "inputs a dict", "targets a dict",
-        "a dict among inputs", "no targets", "tensor", "tuple of one", "list of one", "dict", "UserDict",
+        "pair",
+        "list",
+        "three entries",
+        "inputs a tuple",
+        "inputs a list",
+        "inputs a dict",
+        "targets a dict",
+        "a dict among inputs",
+        "no targets",
+        "tensor",
+        "tuple of one",
+        "list of one",
+        "dict",
+        "UserDict",
     ],
-)  # fmt: skip
+)
 def test_a_batch_becomes_a_call(batch: Any, args: Any, kwargs: Any, targets: Any) -> None:
     """Each way in which a loader nests a batch becomes the arguments of the model and the targets of the loss."""
     call = call_for(batch, has_loss_fn=False)
@@ -184,6 +196,7 @@ def test_the_parameter_for_the_loss_is_optional() -> None:
 
 
 def test_a_count_to_divide_by_is_refused() -> None:
-    """num_items_in_batch makes sums of the devices' losses, which are averaged: it is refused with the way to a token mean."""
+    """num_items_in_batch makes sums of the devices' losses, which are averaged: it is refused with
+    the way to a token mean."""
     with pytest.raises(ConfigError, match=r"num_items_in_batch.*Expected a mean. Leave the entry out.*weight_fn"):
         call({"x": X, "num_items_in_batch": torch.tensor(7)}, OfAnything())

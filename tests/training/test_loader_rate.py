@@ -115,7 +115,8 @@ def advice(**options) -> str:
 def test_a_slow_loader_is_told_with_both_rates() -> None:
     """What it gives, what is needed, and that no split will help."""
     assert advice().startswith(
-        "The loader gives 850 samples/s and the cards train 1,200: they will wait for data, and no split will help with that. "
+        "The loader gives 850 samples/s and the cards train 1,200: they will wait for data, and no split will "
+        "help with that. "
     )
 
 

@@ -109,11 +109,24 @@ def test_float_targets_of_the_outputs_shape_mean_mse(shape: tuple[int, ...]) -> 
         (None, Y, ["no output"]),
     ],
     ids=[
-        "N against N,1", "sizes differ", "a single class", "no classes", "bools", "no targets", "targets a dict",
-        "no scalar in a tuple", "two scalars", "losses and logits", "a loss and a metric", "a count", "an empty dict",
-        "loss is None", "dict whose loss is None", "no output",
+        "N against N,1",
+        "sizes differ",
+        "a single class",
+        "no classes",
+        "bools",
+        "no targets",
+        "targets a dict",
+        "no scalar in a tuple",
+        "two scalars",
+        "losses and logits",
+        "a loss and a metric",
+        "a count",
+        "an empty dict",
+        "loss is None",
+        "dict whose loss is None",
+        "no output",
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_inferred_is_refused(output: Any, targets: Any, words: list[str]) -> None:
     """Anything else is refused with what both are, and with the two ways to say the loss."""
     with pytest.raises(ConfigError, match=r"loss_fn=.*step_fn=") as caught:

@@ -171,11 +171,22 @@ def test_of_a_module_of_the_jobs_own_what_is_named_is_found(monkeypatch: pytest.
 @pytest.mark.parametrize(
     "thing",
     [
-        None, 3, "text", torch.float32, print, np.zeros(3), nn.functional.cross_entropy, torch, max,
-        DataLoader(TensorDataset(torch.zeros(2))), TensorDataset(torch.zeros(2)), Trainer, nn.Linear,
+        None,
+        3,
+        "text",
+        torch.float32,
+        print,
+        np.zeros(3),
+        nn.functional.cross_entropy,
+        torch,
+        max,
+        DataLoader(TensorDataset(torch.zeros(2))),
+        TensorDataset(torch.zeros(2)),
+        Trainer,
+        nn.Linear,
     ],
     ids=lambda thing: type(thing).__name__,
-)  # fmt: skip
+)
 def test_what_has_no_state_of_the_jobs_leads_nowhere(thing: Any) -> None:
     """Numbers, libraries, their functions and classes, data sets and loaders lead to nothing of the job's."""
     found = reach([thing if thing is not Trainer else WithClassAttribute])
@@ -204,7 +215,8 @@ def test_nothing_is_run_by_looking() -> None:
 
 
 def test_a_ring_ends_and_too_much_is_told() -> None:
-    """Objects that refer to each other are looked at once; a walk over more than it may says that it is not complete."""
+    """Objects that refer to each other are looked at once; a walk over more than it may says that
+    it is not complete."""
     ring: list[Any] = [NET]
     ring.append(ring)
     assert reach([closing_over(ring)]).is_complete
@@ -228,9 +240,19 @@ def test_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("torch.nn", True), ("random", True), ("builtins", True), ("splittune.training.task", True), ("numpy", True),
-     ("pytest", True), (__name__, False), ("__main__", False), ("nobody_has_this", False), (None, False)],
-)  # fmt: skip
+    [
+        ("torch.nn", True),
+        ("random", True),
+        ("builtins", True),
+        ("splittune.training.task", True),
+        ("numpy", True),
+        ("pytest", True),
+        (__name__, False),
+        ("__main__", False),
+        ("nobody_has_this", False),
+        (None, False),
+    ],
+)
 def test_installed_is_not_the_jobs_own(name: str | None, expected: bool) -> None:
     """Python's, packages' and splittune's modules are told apart from the job's."""
     assert is_installed(name) is expected

@@ -165,8 +165,18 @@ def keep_history(model: Everything, optimizer: optim.Optimizer, loader: Loader) 
 
 
 MUTATIONS = (
-    train, draw, fresh_optimizer, reload_state, change_options, add_group, flip, overwrite, reassign, keep_history, move,
-)  # fmt: skip
+    train,
+    draw,
+    fresh_optimizer,
+    reload_state,
+    change_options,
+    add_group,
+    flip,
+    overwrite,
+    reassign,
+    keep_history,
+    move,
+)
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd], ids=["AdamW", "SGD"])
@@ -365,7 +375,8 @@ def test_workers_that_were_started_do_not_stay() -> None:
 
 
 def test_containers_that_hold_state_are_as_they_were() -> None:
-    """A pool of images, a queue and a dict of averages hold the tensors they held, with their values; plain lists stay."""
+    """A pool of images, a queue and a dict of averages hold the tensors they held, with their
+    values; plain lists stay."""
     pool, queue, averages = [torch.zeros(2)], deque([torch.ones(2)], maxlen=3), {"a": torch.ones(1)}
     history: list[float] = []
     kept = [*pool, *queue, *averages.values()]
@@ -405,7 +416,8 @@ def test_what_is_told_is_kept_by_value() -> None:
 
 
 def test_data_that_nobody_writes_to_is_not_written_to(tmp_path: Path) -> None:
-    """A tensor over a file that is mapped read-only is reached, and restoring leaves it alone: a write would end the process."""
+    """A tensor over a file that is mapped read-only is reached, and restoring leaves it alone: a
+    write would end the process."""
     path = tmp_path / "data.bin"
     path.write_bytes(bytes(range(64)))
     with warnings.catch_warnings():

@@ -126,7 +126,8 @@ class Overflows(nn.Module):
 
 
 def test_a_step_that_was_skipped_is_noticed() -> None:
-    """Where gradients are not finite nothing is updated, the scale is halved, and the step says so; the next one counts."""
+    """Where gradients are not finite nothing is updated, the scale is halved, and the step says so;
+    the next one counts."""
     model, grad_scaler = Overflows(2), scaler(8.0)
     job = task(model=model, optimizer=sgd, grad_scaler=grad_scaler)
     step, before = step_of(job, BatchSplit(global_batch_size=6, accumulation_steps=1, shard_sizes=(0, 6))), []

@@ -64,7 +64,8 @@ def test_it_is_as_it_was_found_after_a_fault(name: str, call: int, error: BaseEx
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_it_is_as_it_was_found_wherever_memory_runs_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An allocation that fails anywhere in the trial, in the other models too, is an outcome that leaves nothing behind."""
+    """An allocation that fails anywhere in the trial, in the other models too, is an outcome that
+    leaves nothing behind."""
     workload = make(name)
     before = workload.fingerprint()
     allocate, number, failing = CachingAllocator.allocate, 0, 0
@@ -108,7 +109,8 @@ def test_it_trains_under_its_config_as_on_one_device(name: str) -> None:
 
 
 def test_other_models_count_on_gpu_0(caplog: pytest.LogCaptureFixture) -> None:
-    """A discriminator's parameters and its optimizer's state are held on GPU 0 at rest, and it is said that they are."""
+    """A discriminator's parameters and its optimizer's state are held on GPU 0 at rest, and it is
+    said that they are."""
     peaks = []
     for width in (8, 1024):
         model, critic = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
@@ -147,7 +149,8 @@ def measured(**options: Any) -> Any:
 
 
 def test_each_precision_is_costed_by_its_trial() -> None:
-    """Half precision and checkpointing take less memory for activations, checkpointing more time, a scaler a longer update."""
+    """Half precision and checkpointing take less memory for activations, checkpointing more time, a
+    scaler a longer update."""
     plain, half = measured(), measured(autocast_dtype=torch.bfloat16)
     again = measured(checkpointed=True)
     scaled = measured(autocast_dtype=torch.float16, grad_scaler=torch.amp.GradScaler("cpu"))
@@ -163,7 +166,8 @@ def test_each_precision_is_costed_by_its_trial() -> None:
 
 
 def test_a_skipped_step_is_told_and_not_timed() -> None:
-    """The trial goes on until a step was made; its notes say how many were skipped, and the times are of steps alone."""
+    """The trial goes on until a step was made; its notes say how many were skipped, and the times
+    are of steps alone."""
     skipping, quiet = make("float16"), make("float16 in mid-training")
     with_skips, without = profile(skipping), profile(quiet)
     assert with_skips.outcome is Outcome.OK

@@ -262,7 +262,8 @@ class Ema:
 
 
 def told() -> Workload:
-    """State that a registry of an installed package might hold, so that nothing leads to it but what the task is told."""
+    """State that a registry of an installed package might hold, so that nothing leads to it but
+    what the task is told."""
     workload = _classifier()
     ema, key = Ema(workload.model), len(_Lookup.held)
     lookup = _Lookup(key)

@@ -51,7 +51,8 @@ class Texts:
 
 
 class Reader(nn.Module):
-    """(N, length, 16) to (N,); notes what it is given, and in which mode: length, samples, is training, has gradients."""
+    """(N, length, 16) to (N,); notes what it is given, and in which mode: length, samples, is
+    training, has gradients."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

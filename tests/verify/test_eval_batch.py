@@ -34,9 +34,11 @@ def test_the_evaluation_batch_is_the_largest_that_keeps_the_headroom(placement: 
     """What is measured keeps the headroom in a run of its own, and a tenth more does not."""
     batches = [(torch.randn(8, 4), torch.randn(8))] * 2
     config = config_for(
-        (2, 6), devices=left_free(120, "1xT400-4GB:occupied=3740MiB"), min_headroom_bytes=(10 * MIB, 10 * MIB),
+        (2, 6),
+        devices=left_free(120, "1xT400-4GB:occupied=3740MiB"),
+        min_headroom_bytes=(10 * MIB, 10 * MIB),
         loss_placement=placement,
-    )  # fmt: skip
+    )
     task = task_of(Wide(), batches, loss_fn=wide_loss)
     result = verify(config, task, num_steps=2, measure_eval_batch_size=True)
     found = result.config.eval_batch_size
@@ -49,7 +51,8 @@ def test_the_evaluation_batch_is_the_largest_that_keeps_the_headroom(placement: 
 
 
 def test_the_wrapped_model_takes_an_evaluation_batch_at_once() -> None:
-    """Under no_grad up to eval_batch_size samples are shared as the tuned shards are; with gradients, or more, refused."""
+    """Under no_grad up to eval_batch_size samples are shared as the tuned shards are; with
+    gradients, or more, refused."""
     model, sizes = nn.Linear(4, 2), []
     model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
     wrapped = config_for((2, 6), eval_batch_size=40).wrap(model)
@@ -70,8 +73,12 @@ def test_the_wrapped_model_takes_an_evaluation_batch_at_once() -> None:
 
 def test_the_search_ends_at_64_micro_batches() -> None:
     """Evaluation gains nothing beyond that, and it is said that larger ones were not tried."""
-    result = verify(config_for((1, 1)), task_of(nn.Linear(4, 1), [(torch.randn(2, 4), torch.randn(2, 1))]), num_steps=1,
-                    measure_eval_batch_size=True)  # fmt: skip
+    result = verify(
+        config_for((1, 1)),
+        task_of(nn.Linear(4, 1), [(torch.randn(2, 4), torch.randn(2, 1))]),
+        num_steps=1,
+        measure_eval_batch_size=True,
+    )
     assert result.config.eval_batch_size == 128
     assert result.notes[-1] == "Evaluation batches of more than 128 samples were not tried."
 

@@ -66,7 +66,8 @@ def test_evaluations_come_after_the_longest_and_four_times_over_the_run() -> Non
 )
 @pytest.mark.parametrize("placement", ["output", "replica"])
 def test_it_trains_what_a_plain_loop_trains(devices: str, shards: tuple[int, ...], k: int, placement: str) -> None:
-    """Under any split and loss placement the losses are those of the whole batch on one device, a short last one too."""
+    """Under any split and loss placement the losses are those of the whole batch on one device, a
+    short last one too."""
     torch.manual_seed(0)
     batches = [(torch.randn(n, 3), torch.randn(n, 1)) for n in (6, 6, 4)]
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -85,7 +86,8 @@ def test_it_trains_what_a_plain_loop_trains(devices: str, shards: tuple[int, ...
 
 
 def test_batches_are_resized_where_the_task_says_another_size() -> None:
-    """A task whose global batch is not its loader's is trained in its own size, a short batch in proportion; it is said."""
+    """A task whose global batch is not its loader's is trained in its own size, a short batch in
+    proportion; it is said."""
     model = Reader()
     task = task_of(model, Texts(3, 2, last=4), global_batch_size=20)
     result = verify(config_for((20,), devices="1xT400-4GB"), task, num_steps=2)
@@ -126,7 +128,8 @@ def test_a_step_that_cannot_be_evaluated_is_a_note() -> None:
 
 
 def test_an_output_of_evaluation_without_a_loss_is_a_note() -> None:
-    """A model that returns its loss in training alone, as detectors do, is evaluated without; its own errors pass through."""
+    """A model that returns its loss in training alone, as detectors do, is evaluated without; its
+    own errors pass through."""
 
     class Detector(nn.Linear):
         error: Exception | None = None
@@ -327,8 +330,13 @@ def test_devices_that_are_not_there_are_refused() -> None:
 
 def test_other_devices_than_the_tuned_ones_are_a_note() -> None:
     """What `wrap` warns of is said in the result, once, and is no Python warning; the result names the devices used."""
-    result = verify(config_for((2, 2)), task_of(nn.Linear(4, 1), SMALL), devices="2xRTX3090", num_steps=1,
-                    measure_eval_batch_size=True)  # fmt: skip
+    result = verify(
+        config_for((2, 2)),
+        task_of(nn.Linear(4, 1), SMALL),
+        devices="2xRTX3090",
+        num_steps=1,
+        measure_eval_batch_size=True,
+    )
     assert [device.name for device in result.devices] == ["RTX3090"] * 2
     assert sum("tuned on other devices than these" in note for note in result.notes) == 1
 

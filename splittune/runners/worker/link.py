@@ -33,8 +33,8 @@ _MEANINGS = {
     "workers of the data loader, or smaller micro-batches",
     signal.SIGSEGV: "a segmentation fault, which is a bug in native code: an extension, a library or a driver",
     signal.SIGABRT: "native code gave up, and says why on standard error",
-    signal.SIGBUS: "memory that is mapped but not there: often a full /dev/shm, through which a data loader's workers pass "
-    "batches",
+    signal.SIGBUS: "memory that is mapped but not there: often a full /dev/shm, through which a data loader's workers "
+    "pass batches",
     signal.SIGFPE: "an arithmetic error in native code, such as a division of integers by 0",
     signal.SIGILL: "an instruction that this processor does not have: a library built for another one",
     signal.SIGTERM: "somebody asked it to end",
@@ -104,8 +104,8 @@ class WorkerLink:
         if message["kind"] in ("silence", "log"):  # the latter where it logs without end
             self._show_stacks()
             raise WorkerEndedError(
-                f"the worker was ended after {limit_s:g} s without an answer ({limit_name}): what it was doing stands on "
-                "standard error. It hung, or needs a longer limit"
+                f"the worker was ended after {limit_s:g} s without an answer ({limit_name}): what it was doing stands "
+                "on standard error. It hung, or needs a longer limit"
             )
         if message["kind"] != "began":
             self._owes_an_answer = False
@@ -173,7 +173,7 @@ class WorkerLink:
 
 
 def _forward(pipe: IO[bytes] | None, name: str) -> None:
-    """Print each line at once where this process prints now; of a line written over and over, what is left at its end."""
+    """Print each line at once where this process prints now; of a progress bar, what is left at its end."""
     assert pipe is not None
     with pipe:
         for line in pipe:

@@ -64,8 +64,8 @@ class WorkerRunner:
     ) -> None:
         if is_worker():
             raise ConfigError(
-                'isolation="process" was asked for within a worker: the file that makes the job also tunes it when it is '
-                'imported. Put that part under if __name__ == "__main__".'
+                'isolation="process" was asked for within a worker: the file that makes the job also tunes it when it '
+                'is imported. Put that part under if __name__ == "__main__".'
             )
         for name, limit_s in (("trial_timeout_s", trial_timeout_s), ("start_timeout_s", start_timeout_s)):
             given: object = limit_s
@@ -98,8 +98,8 @@ class WorkerRunner:
         except WorkerEndedError as end:
             self._bury(end)
             raise WorkerError(
-                f"the worker could not make the job: {end}. Expected a TrainingTask. Make it by hand to see what is wrong, or "
-                "with isolation none."
+                f"the worker could not make the job: {end}. Expected a TrainingTask. Make it by hand to see what is "
+                "wrong, or with isolation none."
             ) from None
 
     def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> WorkerProfiler:
@@ -139,8 +139,8 @@ class WorkerRunner:
             if self._ends_in_a_row == MAX_ENDS_IN_A_ROW:
                 raise WorkerError(
                     f"the worker ended {MAX_ENDS_IN_A_ROW} times in a row without finishing a trial, at last so: "
-                    f"{self._last_end}. The trials before that are kept. Run one training step by hand, or tune with isolation "
-                    "none, to see what is wrong."
+                    f"{self._last_end}. The trials before that are kept. Run one training step by hand, or tune with "
+                    "isolation none, to see what is wrong."
                 )
             try:
                 if self._link is None:
@@ -190,23 +190,23 @@ def _recipe_of(job: JobSource) -> dict[str, str]:
     given: object = job
     if isinstance(given, nn.Module) or not callable(given):
         raise ConfigError(
-            f"a worker process cannot be given {_described(given)}: a model that is here cannot be built there. Pass a function "
-            f"instead, {_EXPECTED}."
+            f"a worker process cannot be given {_described(given)}: a model that is here cannot be built there. Pass a "
+            f"function instead, {_EXPECTED}."
         )
     module_name, name = getattr(given, "__module__", None), getattr(given, "__qualname__", "")
     module = sys.modules.get(module_name or "")
     if module_name is None or getattr(module, name, None) is not given:
         raise ConfigError(
-            f"a worker process cannot find {given!r} by its name: expected a function at the top level of a module. A lambda, "
-            f"a method or a function within another cannot be used; write one, {_EXPECTED}."
+            f"a worker process cannot find {given!r} by its name: expected a function at the top level of a module. A "
+            f"lambda, a method or a function within another cannot be used; write one, {_EXPECTED}."
         )
     if module_name != "__main__":
         return {"module": module_name, "function": name}
     file = getattr(module, "__file__", None)
     if file is None or not file.endswith(".py"):
         raise ConfigError(
-            f"{name} was written in an interactive session, where a worker process cannot find it: put it into a file, and "
-            'pass "FILE.py:FUNCTION", or the function once it is imported from there.'
+            f"{name} was written in an interactive session, where a worker process cannot find it: put it into a file, "
+            'and pass "FILE.py:FUNCTION", or the function once it is imported from there.'
         )
     return {"target": f"{Path(file).resolve()}:{name}"}
 

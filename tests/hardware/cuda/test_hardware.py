@@ -337,8 +337,13 @@ def test_a_thorough_recovery_frees_workspaces_too(install, monkeypatch):
     )
     hardware.recover(thoroughly=True)
     assert [name for name, _ in cuda.log] == [
-        "collect", "synchronize", "workspaces", "collect", "empty_cache", "reset",
-    ]  # fmt: skip
+        "collect",
+        "synchronize",
+        "workspaces",
+        "collect",
+        "empty_cache",
+        "reset",
+    ]
     monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces")
     hardware.recover(thoroughly=True)
     assert cuda.log[-1] == ("reset", 0)

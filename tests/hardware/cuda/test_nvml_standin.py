@@ -116,7 +116,8 @@ def torch_cards(monkeypatch):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Ends the patience of whoever waits for a call of this name, once it hangs; the list of all that was waited for."""
+    """Ends the patience of whoever waits for a call of this name, once it hangs; the list of all
+    that was waited for."""
     waits, result = [], concurrent.futures.Future.result
 
     def until(standin: Standin, hanging: str) -> list[concurrent.futures.Future]:
@@ -225,14 +226,16 @@ def test_one_mig_instance_is_a_job(driver, torch_cards):
 
 
 def test_used_counts_the_drivers_reserve(driver):
-    """Used is total - free: what the driver keeps for itself is not ours to take, though NVML's 'used' leaves it out."""
+    """Used is total - free: what the driver keeps for itself is not ours to take, though NVML's
+    'used' leaves it out."""
     driver(Card(uuid=UUIDS[0], bus=BUSES[0], total=24 * GIB, free=18 * GIB, reserved=900 * MIB))
     with Nvml() as nvml:
         assert nvml.device_memory(uuid=UUIDS[0]).used_bytes == 6 * GIB
 
 
 def test_processes_are_listed_with_their_memory_where_the_driver_tells(driver):
-    """Each program stands once, by pid, whether it computes, draws or both; untold memory is None, not a huge number."""
+    """Each program stands once, by pid, whether it computes, draws or both; untold memory is None,
+    not a huge number."""
     processes = (
         Process(pid=20, used=5 * GIB),
         Process(pid=7),
@@ -358,7 +361,8 @@ def listed_by_the_command(standin: Standin) -> str:
 
 
 def test_the_instances_of_a_divided_card_are_listed_below_it(driver):
-    """Each MIG instance has its name, UUID, memory and programs, though slots between them are free; other cards have none."""
+    """Each MIG instance has its name, UUID, memory and programs, though slots between them are
+    free; other cards have none."""
     standin = driver(DIVIDED, CARDS[1])
     with Nvml() as nvml:
         divided, whole = nvml.list_devices()

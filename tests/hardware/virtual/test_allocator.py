@@ -163,7 +163,8 @@ STEPS = st.lists(st.one_of(SIZES, st.floats(0, 1, exclude_max=True), st.none()),
 
 @given(steps=STEPS, capacity=st.integers(0, 100 * MIB))
 def test_bytes_are_conserved_in_any_sequence(steps, capacity):
-    """Allocated is the sum of live blocks, never above reserved, nor reserved above the capacity; in the end all is 0."""
+    """Allocated is the sum of live blocks, never above reserved, nor reserved above the capacity;
+    in the end all is 0."""
     allocator = CachingAllocator(capacity)
     live: list[Block] = []
     peak = 0

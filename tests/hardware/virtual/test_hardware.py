@@ -183,7 +183,8 @@ def wide() -> nn.Module:
 
 
 def test_devices_hold_what_data_parallel_makes_them_hold():
-    """Device i holds a copy of the parameters and its gradients until the backward pass is over, and device 0 the state."""
+    """Device i holds a copy of the parameters and its gradients until the backward pass is over,
+    and device 0 the state."""
     hardware, model = cards(), wide()
     optimizer = torch.optim.AdamW(model.parameters())
     with hardware.metered():
@@ -260,7 +261,8 @@ def test_recover_hands_cached_memory_back():
 
 
 def test_recover_frees_what_a_failed_backward_left_behind():
-    """Autograd's queue of this thread keeps gradients of replicas that were ready to run; afterwards it keeps nothing."""
+    """Autograd's queue of this thread keeps gradients of replicas that were ready to run;
+    afterwards it keeps nothing."""
     hardware, model = cards(), wide()
     with hardware.metered():
         wrapper = hardware.wrap(model, split(1, 1, 1))

@@ -128,8 +128,8 @@ def test_running_out_of_memory_is_raised_by_the_very_operation():
         x.add_(1)
     assert is_out_of_memory(caught.value)
     assert str(caught.value) == (
-        "CUDA out of memory. Tried to allocate 15.0 MiB. Virtual GPU 1 (RTX3090) allows this process 30.0 MiB, of which "
-        "14.0 MiB is free; 16.0 MiB is allocated and 0.0 MiB reserved but unallocated."
+        "CUDA out of memory. Tried to allocate 15.0 MiB. Virtual GPU 1 (RTX3090) allows this process 30.0 MiB, of "
+        "which 14.0 MiB is free; 16.0 MiB is allocated and 0.0 MiB reserved but unallocated."
     )
 
 
@@ -314,7 +314,8 @@ def test_inference_mode_is_metered_like_any_other():
 
 
 def test_torch_still_works_the_way_the_ledger_needs():
-    """What the ledger builds on is torch's, partly private: should it change, this says which of it and where to look."""
+    """What the ledger builds on is torch's, partly private: should it change, this says which of it
+    and where to look."""
     say = f"torch {torch.__version__} has changed under splittune/hardware/virtual/ledger.py: "
 
     class Names(TorchDispatchMode):

@@ -134,9 +134,15 @@ def test_torch_still_keeps_its_formulas_where_they_are_read():
     from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten
-    for packet in (aten.mm, aten.addmm, aten.bmm, aten.convolution, aten.convolution_backward,
-                   aten._scaled_dot_product_flash_attention,
-                   aten._scaled_dot_product_flash_attention_backward):  # fmt: skip
+    for packet in (
+        aten.mm,
+        aten.addmm,
+        aten.bmm,
+        aten.convolution,
+        aten.convolution_backward,
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_backward,
+    ):
         assert packet in flop_registry, f"torch {torch.__version__} has no FLOP formula for {packet}: see roofline.py"
     for name in ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"):
         assert hasattr(aten, name), f"torch {torch.__version__} has no aten::{name}: see _SAME_FLOPS_AS in roofline.py"

@@ -99,7 +99,8 @@ def test_a_failed_replica_leaves_the_next_forward_whole():
 
 
 def test_a_transfer_takes_the_slower_link_and_both_ends():
-    """31.5 MB between a link of 31.5e9 and one of 15.75e9 bytes/s is 2 ms, in which neither device does anything else."""
+    """31.5 MB between a link of 31.5e9 and one of 15.75e9 bytes/s is 2 ms, in which neither device
+    does anything else."""
     pair = Timeline([RTX3090, V100])
     pair.launch(0, 1.0)
     pair.transfer(0, 1, 31_500_000)

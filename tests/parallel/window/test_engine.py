@@ -121,7 +121,8 @@ def between_windows(index: int, model: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, DataSgd])
 @pytest.mark.parametrize("shard_sizes", [(1, 3), (0, 2, 2)])
 def test_training_over_windows_follows_one_device(optimizer: Any, shard_sizes: tuple[int, ...]) -> None:
-    """Clipping, loading, freezing, swapping a module and switching modes between windows: every step is one device's."""
+    """Clipping, loading, freezing, swapping a module and switching modes between windows: every
+    step is one device's."""
     model, _ = make("mlp", 1)
     plain = copy.deepcopy(model)
     wrapped = on_the_cpu(model, shard_sizes)
@@ -161,7 +162,8 @@ def test_grad_scaler_sees_the_gradients_of_one_device() -> None:
 
 @pytest.mark.parametrize("shard_sizes", [(2, 2), (0, 2, 2)])
 def test_a_module_may_change_within_a_window(shard_sizes: tuple[int, ...]) -> None:
-    """Attributes, submodules, modes and requires_grad set between two micro-batches hold for the second on every device."""
+    """Attributes, submodules, modes and requires_grad set between two micro-batches hold for the
+    second on every device."""
     torch.manual_seed(0)
     model = Call(lambda self, x: self.body(x) * self.factor * self.scale)
     model.body, model.factor = mlp(), 1.0
@@ -260,7 +262,8 @@ def with_checkpoint(model: nn.Module, batch: Tensor) -> None:
 @pytest.mark.parametrize("shard_sizes", [(2, 2), (0, 2, 2)])
 @pytest.mark.parametrize("story", [game, two_losses, with_penalty, with_validation, with_checkpoint])
 def test_any_order_of_forwards_and_backwards(story: Callable[..., None], shard_sizes: tuple[int, ...]) -> None:
-    """However forwards, backwards, validation and recomputation follow each other, gradients are those of one device."""
+    """However forwards, backwards, validation and recomputation follow each other, gradients are
+    those of one device."""
     model, batch = make("mlp", 8)
     plain = copy.deepcopy(model)
     wrapped = on_the_cpu(model, tuple(2 * shard for shard in shard_sizes))

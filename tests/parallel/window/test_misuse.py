@@ -58,7 +58,8 @@ def half_a_window(wrapped: BalancedDataParallel, batch: Tensor) -> None:
 def test_a_batch_that_runs_out_of_memory_can_be_skipped(
     position: int, when: str, set_to_none: bool, wrap: Callable[..., Any], shards: tuple[int, ...]
 ) -> None:
-    """After an OOM in a replica, in any micro-batch of the window, zero_grad() and the next batch give one device's step."""
+    """After an OOM in a replica, in any micro-batch of the window, zero_grad() and the next batch
+    give one device's step."""
     trouble, wrapped, batch, expected = troubled(wrap, shards)
     window(wrapped, batch, [4, 4, 4])
     wrapped.zero_grad(set_to_none=set_to_none)
@@ -218,7 +219,8 @@ def test_a_step_between_a_forward_and_its_backward_is_refused() -> None:
 
 
 def test_frozen_parameters_may_change_inside_a_window() -> None:
-    """An average of the weights that is kept up in a frozen submodule is nobody's misuse, and the next forward has it."""
+    """An average of the weights that is kept up in a frozen submodule is nobody's misuse, and the
+    next forward has it."""
     torch.manual_seed(0)
     batch = vectors(12)
     both = Call(lambda self, x: (self.nets["net"](x) - self.nets["target"](x)) * self.scale)

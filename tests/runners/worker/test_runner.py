@@ -278,7 +278,8 @@ def test_what_is_known_of_a_job_crosses_as_plain_data() -> None:
 def test_a_death_is_a_crashed_trial(
     shard: int, words: str, folder: Path, deadly: WorkerRunner, caplog: pytest.LogCaptureFixture, tried: Tried
 ) -> None:
-    """Killed, aborted, a fault, an exit, a CUDA error that sticks: the trial crashed and says why, a fresh worker goes on."""
+    """Killed, aborted, a fault, an exit, a CUDA error that sticks: the trial crashed and says why,
+    a fresh worker goes on."""
     before = measure(deadly, 1, 1)
     worker = latest_pid(folder)
     with caplog.at_level(logging.INFO):
@@ -373,7 +374,8 @@ def outcomes(trials: list[Trial]) -> list[Outcome]:
 
 
 def test_the_search_goes_on_and_finds_the_best_of_the_rest(caplog: pytest.LogCaptureFixture) -> None:
-    """Splits that kill the worker are crashed trials, the best is the fastest of the others; the job logs once in all."""
+    """Splits that kill the worker are crashed trials, the best is the fastest of the others; the
+    job logs once in all."""
     runner = WorkerRunner("job.py:killed_by_shards_of_four", DEVICES)
     with caplog.at_level(logging.INFO):
         result = tune(runner, SearchOptions(max_trials=4), SilentCallback())
