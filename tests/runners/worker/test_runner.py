@@ -500,6 +500,7 @@ def test_no_worker_outlives_the_tuner(ending: signal.Signals, folder: Path, trie
     options = ["--devices", DEVICES, "--isolation", "process", "--storage", str(storage), "--max-trials", "6"]
     with subprocess.Popen([*program, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as tuner:
         wait_until(lambda: Path("reached").exists() or tuner.poll() is not None)
+        assert tuner.poll() is None, tuner.communicate()[0]
         worker = latest_pid(folder)
         assert is_alive(worker)
         tuner.send_signal(ending)
