@@ -118,7 +118,8 @@ def call_for(batch: Any, *, has_loss_fn: bool, forward: Forward = _ANYTHING) -> 
     if why_not is None:
         return call
     with_targets = replace(call, args=(*call.args, call.targets), targets=None)
-    if not has_loss_fn and call.targets is not None and forward.why_not(*with_targets.args, **call.kwargs) is None:
+    wants_them = call.args and forward.why_not(*with_targets.args, **call.kwargs) is None  # targets are never the first
+    if not has_loss_fn and call.targets is not None and wants_them:
         return replace(with_targets, said=(*call.said, f"{forward} is given the targets too, and computes the loss"))
     raise ConfigError(_describe_misfit(usual, forward, why_not))
 

@@ -132,9 +132,18 @@ def test_a_model_that_demands_the_targets_is_given_them() -> None:
             False,
             ["missing a required argument: 'x'", r"model\(mask=...\); OfX.forward\(x\)", r"\*\*batch"],
         ),
+        ({"input": X, "labels": Y}, OfX(), False, ["missing a required argument: 'x'", r"model\(input=...\), the"]),
+        (({"input": X}, Y), OfX(), False, ["missing a required argument: 'x'", r"model\(input=...\), the last"]),
         (X, OfBoth(), False, ["missing a required argument: 'y'", r"read as model\(an input\);"]),
     ],
-    ids=["both, with a loss_fn", "one too many", "a dict without it", "a tensor alone"],
+    ids=[
+        "both, with a loss_fn",
+        "one too many",
+        "a dict without it",
+        "a dict of another name, and targets",
+        "such a dict beside the targets",
+        "a tensor alone",
+    ],
 )
 def test_a_call_that_cannot_be_made_tells_the_way_on(
     batch: Any, model: nn.Module, has_loss_fn: bool, words: list[str]
