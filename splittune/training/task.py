@@ -33,8 +33,8 @@ class TrainingTask:
 
     Raises:
         ConfigError: the model is none, is wrapped already, has no trainable parameter or an uninitialised one, the
-            optimizer does not hold its parameters, both `loss_fn` and `step_fn` are given, or an option is of the wrong
-            kind.
+            optimizer does not hold its parameters, none is given for sparse gradients, both `loss_fn` and
+            `step_fn` are given, or an option is of the wrong kind.
     """
 
     model: nn.Module
@@ -315,6 +315,7 @@ class TrainingTask:
 
     def _check_optimizer(self) -> None:
         if self.optimizer is None:
+            self._check_adamw_will_do()
             return
         if not isinstance(self.optimizer, optim.Optimizer):
             if not callable(self.optimizer):
@@ -328,6 +329,16 @@ class TrainingTask:
                 "the optimizer holds none of the model's trainable parameters: expected one made from "
                 "model.parameters(). Was the model copied or wrapped after the optimizer was made?"
             )
+
+    def _check_adamw_will_do(self) -> None:
+        for name, module in self.model.named_modules():
+            is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if is_embedding and module.sparse and module.weight.requires_grad:
+                raise ConfigError(
+                    f"no optimizer was given, and AdamW, which is then assumed, takes no sparse gradients, as those of "
+                    f"{name or 'the model'!r} are (sparse=True): expected an optimizer that does. Give the job's own, "
+                    "such as optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+                )
 
     def _say_once(self, message: str) -> None:
         if message not in self._said:

@@ -131,6 +131,15 @@ def test_adamw_is_assumed_and_said_once(caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.text.count("AdamW is assumed") == 1
 
 
+def test_adamw_is_not_assumed_for_sparse_gradients() -> None:
+    """A job with sparse gradients needs an optimizer that takes them, and is told where they are."""
+    model = nn.Sequential(OrderedDict(words=nn.Embedding(5, 4, sparse=True), last=nn.Linear(4, 2)))
+    with pytest.raises(ConfigError, match=r"no optimizer was given.*'words' are.*optimizer=lambda"):
+        task(model=model)
+    task(model=model, optimizer=lambda parameters: optim.SGD(parameters, lr=0.1))
+    task(model=model.requires_grad_(False).append(nn.Linear(2, 2)))
+
+
 # the loss
 
 
