@@ -43,8 +43,9 @@ def read_samples(
     lists of tensors or records are listed samples, as many as their length; tensors outside of such
     lists agree with it. A list of 16 images of (3, 8, 8) can be both: it is read as the one before
     was, `listed` or not, where that is known; else as what has the `expected` size; else as
-    stacked. A batch that is itself a list of tensors is inputs and targets, not samples; with
-    `is_call`, `tree` is a call's arguments, ``(args, kwargs)``, and each of those may be samples.
+    listed where they are records of samples (`are_records_of_samples`), and as stacked otherwise. A
+    batch that is itself a list of tensors is inputs and targets, not samples; with `is_call`,
+    `tree` is a call's arguments, ``(args, kwargs)``, and each of those may be samples.
 
     Tensors of fewer dimensions, such as 0-dim ones, belong to no sample and are left out. Example:
     ``([image, image], [{"boxes": ...}, {"boxes": ...}])`` with unlike boxes holds 2 samples,
@@ -68,11 +69,12 @@ def read_samples(
     if not fitting:
         return Samples(size, are_listed=False)
     length = expected if expected in fitting else max(fitting)
+    is_certain = False
     if listed is None and size != length and expected in (size, length):
         listed, is_certain = expected == length, True
-    else:
-        is_certain = False
-    return Samples(length if listed else size, are_listed=bool(listed), is_certain=is_certain)
+    elif listed is None:
+        listed = is_certain = any(are_records_of_samples(found) for root in roots for found in _lists_in(root))
+    return Samples(length if listed else size, are_listed=listed, is_certain=is_certain)
 
 
 def batch_size_of(tree: Any, dim: int = 0, expected: int | None = None) -> int:
@@ -158,6 +160,17 @@ def has_rows(tree: Any, num_rows: int, dim: int) -> bool:
     return bool(tensors) and all(_has_dim(tensor, dim) and tensor.size(dim) == num_rows for tensor in tensors)
 
 
+def are_records_of_samples(tree: Any) -> bool:
+    """Whether it is a list of records, each with a label, a number or a name beside its tensors.
+
+    That is what a loader gives that collates nothing: ``[{"image": image, "file": "a.png"}, ...]``.
+    Of stacked tensors such an entry would belong to no sample.
+    """
+    if not _is_list_of_samples(tree) or isinstance(tree[0], Tensor):
+        return False
+    return all(any(_is_own(entry) for _, entry in children_of(record) or ()) for record in tree)
+
+
 class _Pick(NamedTuple):
     """How samples are picked from a tensor and a sequence, and which part of all they are."""
 
@@ -239,6 +252,10 @@ def _is_plain(element: Any) -> bool:
     if isinstance(element, Tensor):
         return not element.dim()
     return children_of(element) is None or (_is_entry(element) and not any(t.dim() for _, t in tensors_of(element)))
+
+
+def _is_own(entry: Any) -> bool:
+    return isinstance(entry, str | int | float) or (isinstance(entry, Tensor) and not entry.dim())
 
 
 def _is_setting(sequence: Sequence[Any]) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from splittune.errors import ConfigError
 from splittune.parallel.replica_loss import TARGET_KEYS
+from splittune.parallel.samples import are_records_of_samples
 
 # A forward with one of these, optional, computes its loss where it is given: transformers, nanoGPT. A choice: not "y",
 # which is a condition as often.
@@ -95,7 +96,8 @@ def call_for(batch: Any, *, has_loss_fn: bool, forward: Forward = _ANYTHING) -> 
       output must carry the loss;
     - a dict: ``model(**batch)``, whose output must carry the loss; with a `loss_fn`, or where `forward` takes no such
       keyword, the targets are its entry 'labels', 'label', 'targets', 'target' or 'y', and the model gets the others;
-    - a tensor, or a tuple of one: ``model(tensor)``, whose output must be or carry the loss.
+    - a tensor, or a tuple of one: ``model(tensor)``, whose output must be or carry the loss;
+    - a list of records, one a sample with a label or a name in it: ``model(list)``, likewise.
 
     Entries of a dict that `forward` takes no keyword for are left out, and `said` tells so.
 
@@ -127,7 +129,7 @@ def call_for(batch: Any, *, has_loss_fn: bool, forward: Forward = _ANYTHING) -> 
 def _usual_call(batch: Any, has_loss_fn: bool, forward: Forward) -> ModelCall:
     if isinstance(batch, Mapping):
         return _call_by_name(batch, has_loss_fn, forward)
-    if not isinstance(batch, tuple | list):
+    if not isinstance(batch, tuple | list) or (isinstance(batch, list) and are_records_of_samples(batch)):
         return ModelCall(args=(batch,), kwargs={}, targets=None)
     if len(batch) == 1:
         return ModelCall(args=(batch[0],), kwargs={}, targets=None)

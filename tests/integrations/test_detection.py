@@ -157,3 +157,30 @@ def test_channels_are_never_taken_for_samples(layer: nn.Module) -> None:
             sizes.append(len(micro.batch[0]))
         assert sum(weights) == pytest.approx(1)
     assert sum(sizes) == NUM_IMAGES
+
+
+class OfRecords(nn.Module):
+    """Takes what is loaded as it is, one dict an image, and returns its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 2, 3)
+
+    def forward(self, records: list[dict[str, Any]]) -> dict[str, Tensor]:
+        scores = self.layer(torch.stack([record["image"] for record in records])).mean((2, 3))
+        return {"loss_class": nn.functional.cross_entropy(scores, torch.stack([record["label"] for record in records]))}
+
+
+def test_a_loader_that_collates_nothing() -> None:
+    """One dict an image is the model's only argument, and as many images as channels are no batch of channels."""
+    torch.manual_seed(0)
+    records = [{"image": torch.randn(3, 4, 5), "label": torch.tensor(i % 2), "file": f"{i}.png"} for i in range(6)]
+    model, one_device = OfRecords(), OfRecords()
+    one_device.load_state_dict(model.state_dict())
+    config = autotune(model, [records], devices="3xT4", max_trials=1, progress=False).config
+    config = replace(config, split=BatchSplit(global_batch_size=6, accumulation_steps=2, shard_sizes=(0, 1, 2)))
+    wrapped = config.wrap(model)
+    for micro in config.micro_batches(records, wrapped):
+        (wrapped(micro.batch)["loss_class"] * micro.weight).backward()
+    one_device(records)["loss_class"].backward()
+    torch.testing.assert_close(model.layer.weight.grad, one_device.layer.weight.grad)

@@ -213,6 +213,8 @@ def test_a_mistake_in_sizes_is_no_list_of_samples(batch: Any) -> None:
 
 ALIKE = [torch.zeros(3, 8, 8) for _ in range(16)]
 SIAMESE = [torch.zeros(5, 8), torch.zeros(5, 8)]
+UNCOLLATED = [{"image": image, "label": torch.tensor(1), "file": "a.png"} for image in ALIKE]
+VIEWS = [{"image": torch.zeros(5, 8)}, {"image": torch.zeros(5, 8)}]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +232,11 @@ SIAMESE = [torch.zeros(5, 8), torch.zeros(5, 8)]
         pytest.param([torch.zeros(1, 3), torch.zeros(1)], 2, None, (1, False, False), id="inputs and targets"),
         pytest.param(([target(3), target(3)],), 2, None, (2, True, True), id="boxes alike"),
         pytest.param((detection(1, 0, 2, 5)[0],), 4, None, (4, True, True), id="images alone"),
+        pytest.param(UNCOLLATED, 16, None, (16, True, True), id="records, the loader says 16"),
+        pytest.param(UNCOLLATED[:5], None, None, (5, True, True), id="records with labels, nobody says"),
+        pytest.param(UNCOLLATED[:3], 3, None, (3, True, True), id="as many of them as channels"),
+        pytest.param((VIEWS,), None, None, (5, False, False), id="records of stacked tensors, nobody says"),
+        pytest.param(UNCOLLATED[:2], 3, False, (3, False, False), id="records that were stacked before"),
     ],
 )
 def test_the_batch_size_decides_where_a_batch_can_be_read_in_two_ways(

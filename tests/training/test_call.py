@@ -13,6 +13,7 @@ from splittune.errors import ConfigError
 from splittune.training.call import TARGET_KEYS, Forward, call_for
 
 X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 2])
+UNCOLLATED = [{"image": X, "file": name} for name in "ab"]
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,9 @@ X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 2])
         ([X], (X,), {}, None),
         ({"input_ids": X, "labels": Y}, (), {"input_ids": X, "labels": Y}, None),
         (UserDict({"input_ids": X}), (), {"input_ids": X}, None),
+        (UNCOLLATED, (UNCOLLATED,), {}, None),
+        (UNCOLLATED[:1], (UNCOLLATED[:1],), {}, None),
+        (tuple(UNCOLLATED[:1]), (UNCOLLATED[0],), {}, None),
     ],
     ids=[
         "pair",
@@ -48,6 +52,9 @@ X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 2])
         "list of one",
         "dict",
         "UserDict",
+        "a record a sample",
+        "a single sample",
+        "a tuple of one record",
     ],
 )
 def test_a_batch_becomes_a_call(batch: Any, args: Any, kwargs: Any, targets: Any) -> None:
