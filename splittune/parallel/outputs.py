@@ -90,7 +90,7 @@ class Joiner:
         return _only_value(path, leaves)
 
     def _combine_tensors(self, path: str, leaves: list[Tensor]) -> Tensor:
-        _check_alike(path, leaves, self.dim)
+        _check_alike(path, leaves, self.dim, self.shards)
         is_number = leaves[0].is_floating_point() or leaves[0].is_complex()
         if leaves[0].dim() and not (is_number and self._is_one_a_replica(leaves)):
             self._check_rows(path, leaves)
@@ -202,7 +202,7 @@ def _made_of(path: str, first: Any, items: list[Any]) -> Any:
         ) from error
 
 
-def _check_alike(path: str, leaves: list[Tensor], dim: int) -> None:
+def _check_alike(path: str, leaves: list[Tensor], dim: int, shards: Sequence[int]) -> None:
     """One tensor has one dtype, and one shape but for `dim`: nothing is cast or broadcast."""
     shapes = [tuple(leaf.shape) for leaf in leaves]
     dtypes = [leaf.dtype for leaf in leaves]
@@ -211,9 +211,18 @@ def _check_alike(path: str, leaves: list[Tensor], dim: int) -> None:
     got = ", ".join(f"replica {n} {s} of {d}" for n, (s, d) in enumerate(zip(shapes, dtypes, strict=True)))
     raise TypeError(
         f"the replicas' outputs cannot be joined at {path or 'the top'} along dimension {dim}: got {got}. Expected one "
-        f"dtype, and shapes that differ in dimension {dim} only, the samples. Pad to a size that does not depend on "
-        "the shard, or return a 0-dim mean over the samples."
+        f"dtype, and shapes that differ in dimension {dim} only, the samples. {_way_out(shapes, shards)}"
     )
+
+
+def _way_out(shapes: Sequence[tuple[int, ...]], shards: Sequence[int]) -> str:
+    if all(shape[:2] == (shard, shard) for shape, shard in zip(shapes, shards, strict=True)):
+        return (
+            "Each replica seems to compare the samples of its own shard with one another, as for in-batch negatives: "
+            "that is another output, and another loss, than one device's. Return the embeddings, and compare them "
+            "outside of the model, in step_fn or the training loop."
+        )
+    return "Pad to a size that does not depend on the shard, or return a 0-dim mean over the samples."
 
 
 def _can_be_joined(shapes: Sequence[tuple[int, ...]], dim: int) -> bool:

@@ -225,6 +225,13 @@ def test_a_dimension_that_outputs_lack_is_refused() -> None:
         combine(torch.zeros(1), torch.zeros(1), dim=1)
 
 
+def test_samples_that_are_compared_with_one_another_are_recognised() -> None:
+    """A matrix of a shard's samples by its samples is refused with what it seems to be, and the way out."""
+    similarities = [torch.zeros(size, size) for size in (1, 3)]
+    with pytest.raises(TypeError, match=r"\['logits'\].*in-batch negatives.*Return the embeddings"):
+        combine(*({"logits": matrix} for matrix in similarities), shard_sizes=(1, 3))
+
+
 def test_the_output_of_one_replica_is_returned_as_it_is() -> None:
     """With one active device the model's own object comes back, whatever it is."""
     own = object()
