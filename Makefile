@@ -27,7 +27,7 @@ test: $(VENV)/.stamp-dev  ## the test suite, which needs no GPU
 	$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
 
 quick: $(VENV)/.stamp-dev  ## the tests that take no time, for a first look: under a minute
-	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu and not standin' $(ARGS)
 
 # The oldest Python, and of every dependency the lowest release that pyproject.toml admits, in an environment of its own.
 LOWEST := .venv-lowest

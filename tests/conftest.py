@@ -13,6 +13,7 @@ import torch
 from splittune.hardware.virtual.ledger import Ledger
 from tests.faults.table import KEPT, PROPERTY, Gathered, as_csv, as_lines, differences, read, updated
 from tests.slow import SLOW
+from tests.standin import devices as standins
 
 torch.set_num_threads(1)  # so that workers do not fight over the cores
 
@@ -63,9 +64,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-faults", action="store_true", help=f"bring {KEPT.name} up to date with the tests run")
+    parser.addoption(
+        "--standin", action="store_true", help="run the tests marked so, on devices that stand in for cards"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--standin"):
+        standins.register()  # for the whole process: torch is another one with them
+        config.option.markexpr = "standin"
     if not hasattr(config, "workerinput"):  # xdist's workers send their reports to the process that has none
         config.stash[GATHERED] = Gathered()
         config.pluginmanager.register(_Table(config), "fault_table")

@@ -37,6 +37,7 @@ SLOW = (
     "tests/search/test_resume.py",
     "tests/search/test_study.py",
     "tests/search/test_attempts.py::test_nothing_that_fits_is_ever_ruled_out",
+    "tests/standin/",
     "tests/test_loss_placement.py",
     "tests/test_signals.py",
     "tests/test_tuner.py",
