@@ -32,7 +32,7 @@ FLOORS = (
     ("hardware",),
     ("parallel",),
     ("split",),
-    ("checks", "errors", "signals", "units"),
+    ("cards", "checks", "errors", "signals", "units"),
 )
 TESTS = "tests"
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from splittune.cards import kind_of_cards
 from splittune.cli.console import EXIT_INTERRUPTED, console, log_above_the_bar, say, sigterm_as_exit
 from splittune.cli.options import JobArgument, OutOption, QuietOption, VerboseOption
 from splittune.config.files import check_writable
@@ -148,7 +149,7 @@ def _runner_for(
 def names_cuda_devices(devices: str | None) -> bool:
     """Whether trials are to run on CUDA devices that are there; asking makes no context on them."""
     names = [] if devices is None else [name.strip().partition(":")[0] for name in devices.split(",")]
-    return all(name == "cuda" or name.isdecimal() for name in names) and count_visible_devices() > 0
+    return all(name == kind_of_cards() or name.isdecimal() for name in names) and count_visible_devices() > 0
 
 
 class _KeepingCallback:

@@ -16,8 +16,8 @@ _SPELLINGS = re.compile(
     "|".join(
         (
             # the caching allocator; a plain RuntimeError where a compiler backend, say, rebuilt it
-            r"(?:^|: )(?:CUDA|HIP) out of memory\b",
-            r"\b(?:CUDA|HIP) out of memory\. Tried to allocate",
+            r"(?:^|: )(?:CUDA|HIP|XPU) out of memory\b",
+            r"\b(?:CUDA|HIP|XPU) out of memory\. Tried to allocate",
             # the runtime or driver itself: context, pinned memory, expandable segments, loading
             r"\b(?:CUDA|HIP)(?: driver)? error: out of memory\b",
             r"\bTriton Error \[(?:CUDA|HIP)\]: out of memory\b",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from splittune.cards import all_cards, card
 from splittune.checks import as_int
 from splittune.errors import DeviceError
 from splittune.hardware.cuda.hardware import CudaHardware, count_visible_devices, describe_visible_devices
@@ -47,7 +48,7 @@ def _all_visible() -> CudaHardware:
             'To plan without one, pass virtual GPUs, such as devices="4xRTX3090".'
         )
     refuse_several_instances_in_environment()
-    return CudaHardware([torch.device("cuda", index) for index in range(num_visible)])
+    return CudaHardware(all_cards())
 
 
 def _from_text(text: str) -> Hardware:
@@ -83,15 +84,15 @@ def _is_known_to_torch(name: str) -> bool:
 
 
 def _torch_device(device: object, position: int) -> torch.device:
-    """One device as torch has it; a number counts CUDA devices."""
+    """One device as torch has it; a number counts cards."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, str) and device.isdecimal():
-        return torch.device("cuda", int(device))
+        return card(int(device))
     if isinstance(device, str) and _is_known_to_torch(device):
         return torch.device(device)
     if (index := as_int(device)) is not None and index >= 0:
-        return torch.device("cuda", index)
+        return card(index)
     raise DeviceError(
         f"devices[{position}] is {device!r}: expected a CUDA device, as 'cuda:0', 0 or torch.device('cuda', 0). "
         'Virtual GPUs are named in one string: devices="4xRTX3090".'

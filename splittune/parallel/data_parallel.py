@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 import torch
 from torch import nn
 
+from splittune.cards import is_card
 from splittune.errors import ConfigError
 from splittune.parallel.base import SplitModule
 from splittune.parallel.caches import is_cache
@@ -64,8 +65,8 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
     Args:
         gpu0_bsz: samples for the first device, 0 or more; None when `shard_sizes` is given.
         module: its parameters must be on the first device when it is called.
-        device_ids: CUDA ordinals or devices, the first is 'GPU 0'; None for all CUDA devices, or
-            for the module's own device where there is no CUDA. A device may be named twice.
+        device_ids: numbers of cards, or devices; the first is 'GPU 0'. None for all cards, or for
+            the module's own device where there is none. A device may be named twice.
         output_device: where outputs are joined; None for the first device.
         dim: the dimension of inputs and outputs that counts samples.
         shard_sizes: samples for each device, for the largest micro-batch.
@@ -126,7 +127,7 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
         self.module = module
         self.dim = dim
         self.devices = resolve_devices(device_ids, module)
-        self.device_ids: list[Any] = [device.index if device.type == "cuda" else device for device in self.devices]
+        self.device_ids: list[Any] = [device.index if is_card(device) else device for device in self.devices]
         self.src_device_obj = self.devices[0]
         self.output_device = self.devices[0] if output_device is None else as_device(output_device)
         self.gpu0_bsz, self.shard_sizes = checked_shares(gpu0_bsz, shard_sizes, len(self.devices))

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from splittune.cards import is_card, module_of
+
 # torch's own bucket for DataParallel's broadcast: large enough to amortise a launch, small enough
 # to stay transient.
 BUCKET_BYTES = 10 * 1024**2
@@ -56,7 +58,7 @@ class Link(Protocol):
 
 
 class TorchLink:
-    """Torch devices as they are; any mix of CUDA devices and the CPU, repeated ones included.
+    """Torch devices as they are; any mix of cards and the CPU, repeated ones included.
 
     Make it in the thread that calls the wrapper: it remembers that thread's current streams, for
     the replicas' threads.
@@ -66,7 +68,7 @@ class TorchLink:
         self.devices = tuple(devices)
         self.threaded = any(device.type != "cpu" for device in self.devices)
         self._streams = {
-            device: torch.cuda.current_stream(device) for device in set(self.devices) if device.type == "cuda"
+            device: module_of(device).current_stream(device) for device in set(self.devices) if is_card(device)
         }
 
     def adopt(self, wrapper: nn.Module) -> None:
@@ -87,12 +89,12 @@ class TorchLink:
         return torch.empty(tuple(shape), dtype=like.dtype, device=place)
 
     def on(self, place: Any) -> AbstractContextManager[Any]:
-        if place.type != "cuda":
+        if not is_card(place):
             return nullcontext()
-        stack = ExitStack()
-        stack.enter_context(torch.cuda.device(place))
+        module, stack = module_of(place), ExitStack()
+        stack.enter_context(module.device(place))
         if place in self._streams:
-            stack.enter_context(torch.cuda.stream(self._streams[place]))
+            stack.enter_context(module.stream(self._streams[place]))
         return stack
 
     def replica(self, position: int, num_replicas: int) -> AbstractContextManager[Any]:

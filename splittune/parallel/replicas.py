@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from splittune.cards import kind_of_cards
 from splittune.parallel.compiled import (
     compile_call,
     compiled_as,
@@ -259,7 +260,9 @@ def _caller_state() -> Callable[[], ExitStack]:
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
-    autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    autocasts = [
+        (kind, torch.get_autocast_dtype(kind)) for kind in (kind_of_cards(), "cpu") if torch.is_autocast_enabled(kind)
+    ]
 
     def enter() -> ExitStack:
         stack = ExitStack()

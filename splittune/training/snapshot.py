@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from splittune.cards import count_cards, kind_of_cards, module_of
 from splittune.training.reach import MAX_OBJECTS, Binding, Reached, reach
 from splittune.training.saved import (
     SavedAttributes,
@@ -29,7 +30,7 @@ class Snapshot:
 
     Kept: every parameter and buffer (which object, its values, its device), gradients,
     requires_grad, train or eval mode and hooks of each submodule, the optimizer's state, groups and
-    parameters, the generators of torch on the CPU and each CUDA device, of Python and of NumPy
+    parameters, the generators of torch on the CPU and each card, of Python and of NumPy
     where it is loaded, and those the loader was given. `restore` puts all of it back into the same
     objects and may be called any number of times. Gradients are taken off the parameters, so that
     they hold no device memory meanwhile. Other attributes of modules, of their `config`, of
@@ -80,7 +81,7 @@ class Snapshot:
     def restore(self, *, on_host_only: bool = False) -> None:
         """Put everything back. Call it once what the trial left on the devices has been freed.
 
-        `on_host_only` is for devices that a CUDA error has made unusable: no value on them is touched.
+        `on_host_only` is for devices that an error of theirs has made unusable: no value on them is touched.
         """
         named: list[Binding | SavedContainer | SavedModule] = [*self._bindings, *self._containers, *self._modules]
         for each in named:
@@ -105,7 +106,8 @@ class _SavedRandom:
         self.python = random.getstate()
         self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self.cards = module_of(kind_of_cards())
+        self.of_cards = self.cards.get_rng_state_all() if count_cards() else []
         found = [*(getattr(owner, "generator", None) for owner in _parts_of(loader)), *reached.generators]
         generators = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
         self.generators = [(generator, generator.get_state()) for generator in generators.values()]
@@ -118,8 +120,8 @@ class _SavedRandom:
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
-        if self.cuda and not on_host_only:
-            torch.cuda.set_rng_state_all(self.cuda)
+        if self.of_cards and not on_host_only:
+            self.cards.set_rng_state_all(self.of_cards)
         for generator, state in self.generators:
             if generator.device.type == "cpu" or not on_host_only:
                 generator.set_state(state)

@@ -1,4 +1,4 @@
-"""How long each CUDA device's replica runs, by events on its own device."""
+"""How long each card's replica runs, by events on its own device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splittune.cards import module_of
 from splittune.parallel.nesting import tensors_of
 
 
@@ -115,15 +116,16 @@ class _Run:
 
     def __init__(self, position: int, device: torch.device) -> None:
         self.position, self._device = position, device
-        self.forward_begins, self.forward_ends = _timing_event(), _timing_event()
-        self._backward_begins, self._backward_ends = _timing_event(), _timing_event()
+        self._module = module_of(device)
+        self.forward_begins, self.forward_ends = self._timing_event(), self._timing_event()
+        self._backward_begins, self._backward_ends = self._timing_event(), self._timing_event()
         self._has_entered = False
         self.last_parameter: int | None = None
 
     @property
     def stream(self) -> Any:
         """Of the thread that asks: the replica's own, or autograd's for its device."""
-        return torch.cuda.current_stream(self._device)
+        return self._module.current_stream(self._device)
 
     def enter_backward(self, _grad: Tensor) -> None:
         if not self._has_entered:  # of several outputs the first counts
@@ -142,6 +144,5 @@ class _Run:
             return forward_ms / 1e3
         return (forward_ms + float(self._backward_begins.elapsed_time(self._backward_ends))) / 1e3
 
-
-def _timing_event() -> Any:
-    return torch.cuda.Event(enable_timing=True)
+    def _timing_event(self) -> Any:
+        return self._module.Event(enable_timing=True)

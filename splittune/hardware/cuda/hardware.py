@@ -1,4 +1,4 @@
-"""Real CUDA devices: torch's allocator for our own memory, NVML for everybody's."""
+"""Real cards: torch's allocator for our own memory, NVML for everybody's where there is one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from splittune.cards import all_cards, count_cards, kind_of_cards, label_of, module_of, with_index
 from splittune.errors import DeviceError, NvmlUnavailableError
 from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
 from splittune.hardware.cuda.busy import BusyGauge
@@ -33,28 +34,32 @@ _Question = Callable[[Nvml, "str | None", "str | None"], _Answer]  # asked with 
 
 
 class CudaHardware:
-    """The CUDA devices of one process, one or several; the first is 'GPU 0'.
+    """The cards of one process, one or several; the first is 'GPU 0'.
 
-    How much memory the other programs hold comes from NVML, or from ``torch.cuda.mem_get_info``
-    where NVML cannot be reached or stops answering, and on AMD's devices, which is logged once.
-    Both see the whole device. `conditions` and `processes` come from NVML alone.
+    They are CUDA's, or of the other kind that torch has here (`cards.kind_of_cards`): all but NVML
+    is asked by the kind. How much memory the other programs hold comes from NVML, or from
+    ``torch.cuda.mem_get_info`` where NVML cannot be reached or stops answering, and on devices that
+    are not NVIDIA's, which is logged once. Both see the whole device. `conditions` and `processes`
+    come from NVML alone.
 
     Example: of 24 GiB NVML says 20 GiB used, and torch's allocator has 19 GiB reserved:
     ``outside_bytes`` is 1 GiB.
 
     Args:
-        torch_devices: CUDA devices, each once. ``torch.device("cuda")`` is the current one.
+        torch_devices: cards, each once. ``torch.device("cuda")`` is the current one.
         nvml: the connection to ask; None opens one when memory is first read.
 
     Raises:
-        DeviceError: no device is named, or one is not CUDA's, not there, or named twice; or there
+        DeviceError: no device is named, or one is no card, not there, or named twice; or there
             are several, and one is a MIG instance.
     """
 
     def __init__(self, torch_devices: Sequence[torch.device], *, nvml: Nvml | None = None) -> None:
         self._torch_devices = _check_devices(torch_devices)
+        self._kind = self._torch_devices[0].type
+        self._torch = module_of(self._kind)
         # also initialises CUDA: peaks of a device cannot be reset before
-        self._properties = tuple(torch.cuda.get_device_properties(device) for device in self._torch_devices)
+        self._properties = tuple(self._torch.get_device_properties(device) for device in self._torch_devices)
         refuse_several_instances([properties.name for properties in self._properties], len(self._torch_devices))
         self._devices = tuple(
             Device(
@@ -68,9 +73,12 @@ class CudaHardware:
         )
         self._gauge = BusyGauge(self._torch_devices)
         self._nvml: Nvml | None = Nvml() if nvml is None else nvml
-        if torch.version.hip is not None:
+        if torch.version.hip is not None or self._kind != "cuda":
             self._nvml = None
-            logger.info("NVML knows no AMD devices: torch.cuda.mem_get_info tells what other programs hold.")
+            whose = "AMD" if self._kind == "cuda" else label_of(self._kind)
+            logger.info(
+                "NVML knows no %s devices: torch.%s.mem_get_info tells what other programs hold.", whose, self._kind
+            )
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -140,7 +148,7 @@ class CudaHardware:
     def reset_peaks(self) -> None:
         """Start the peaks of every device anew from what is held now."""
         for device in self._torch_devices:
-            torch.cuda.reset_peak_memory_stats(device)
+            self._torch.reset_peak_memory_stats(device)
 
     def memory(self) -> tuple[DeviceMemory, ...]:
         """Peaks since the last `reset_peaks`, with what others hold now.
@@ -154,11 +162,11 @@ class CudaHardware:
 
     def allocated_bytes(self) -> tuple[int, ...]:
         """What this process's tensors, and torch's own workspaces, hold on each device now."""
-        return tuple(torch.cuda.memory_allocated(device) for device in self._torch_devices)
+        return tuple(self._torch.memory_allocated(device) for device in self._torch_devices)
 
     def num_alloc_retries(self) -> tuple[int, ...]:
         """How often torch's allocator has handed its cache back to the driver and tried again."""
-        stats = (torch.cuda.memory_stats(device) for device in self._torch_devices)
+        stats = (self._torch.memory_stats(device) for device in self._torch_devices)
         return tuple(int(each.get("num_alloc_retries", 0)) for each in stats)  # empty where CUDA has not begun
 
     def conditions(self) -> tuple[DeviceConditions, ...] | None:
@@ -191,30 +199,30 @@ class CudaHardware:
             # private, but what torch's own graph trees call before they count memory (see
             # tests/gpu)
             clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-            if clear_workspaces is not None:
+            if clear_workspaces is not None and self._kind == "cuda":
                 clear_workspaces()
             gc.collect()
-        torch.cuda.empty_cache()  # of every device, not only of the current one
+        self._torch.empty_cache()  # of every device, not only of the current one
         self.reset_peaks()
 
     def _synchronize(self) -> None:
         for device in self._torch_devices:
-            torch.cuda.synchronize(device)
+            self._torch.synchronize(device)
 
     def _memory_of(self, index: int) -> DeviceMemory:
         device = self._torch_devices[index]
         total_bytes, used_bytes = self._whole_device(index)
         # never negative: between the two readings another program may have freed
-        outside_bytes = max(0, used_bytes - torch.cuda.memory_reserved(device))
-        cap_bytes = _cap_bytes(device, self._devices[index].total_bytes)
+        outside_bytes = max(0, used_bytes - self._torch.memory_reserved(device))
+        cap_bytes = _cap_bytes(self._torch, device, self._devices[index].total_bytes)
         if cap_bytes is not None:
             total_bytes = min(total_bytes, cap_bytes + outside_bytes)
         return DeviceMemory(
             device=index,
             total_bytes=total_bytes,
             outside_bytes=outside_bytes,
-            peak_allocated_bytes=torch.cuda.max_memory_allocated(device),
-            peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
+            peak_allocated_bytes=self._torch.max_memory_allocated(device),
+            peak_reserved_bytes=self._torch.max_memory_reserved(device),
         )
 
     def _whole_device(self, index: int) -> tuple[int, int]:
@@ -222,7 +230,7 @@ class CudaHardware:
         answers = self._ask([index], lambda nvml, uuid, bus: nvml.device_memory(uuid=uuid, pci_bus_id=bus))
         if answers is not None:
             return answers[0].total_bytes, answers[0].used_bytes
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._torch_devices[index])
+        free_bytes, total_bytes = self._torch.mem_get_info(self._torch_devices[index])
         return total_bytes, total_bytes - free_bytes
 
     def _ask(self, indices: Iterable[int], question: _Question[_Answer]) -> tuple[_Answer, ...] | None:
@@ -237,25 +245,26 @@ class CudaHardware:
         except NvmlUnavailableError as error:
             # for good: figures from two sources, trial by trial, could not be compared
             self._nvml = None
-            logger.warning("%s Meanwhile torch.cuda.mem_get_info tells what other programs hold.", error)
+            logger.warning("%s Meanwhile torch.%s.mem_get_info tells what other programs hold.", error, self._kind)
             return None
 
 
 def _check_devices(torch_devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
     """The devices with their indices; refuses what no job could run on."""
+    kind = kind_of_cards()
     if not torch_devices:
         raise DeviceError(
-            'no device is named: expected at least one, such as devices=["cuda:0"]. '
-            "Leave devices out for all visible CUDA devices."
+            f'no device is named: expected at least one, such as devices=["{kind}:0"]. '
+            f"Leave devices out for all visible {label_of(kind)} devices."
         )
     for position, device in enumerate(torch_devices):
-        if device.type != "cuda":
+        if device.type != kind:
             raise DeviceError(
-                f"devices[{position}] is {str(device)!r}: expected a CUDA device such as 'cuda:0'. "
+                f"devices[{position}] is {str(device)!r}: expected a {label_of(kind)} device such as '{kind}:0'. "
                 'To plan without one, name virtual GPUs, such as devices="4xRTX3090".'
             )
     num_visible = count_visible_devices()
-    devices = tuple(_with_index(device) if num_visible else device for device in torch_devices)
+    devices = tuple(with_index(device) if num_visible else device for device in torch_devices)
     for position, device in enumerate(devices):
         if not num_visible or device.index >= num_visible:
             # a second instance is not there because CUDA shows one only: that reason goes first
@@ -273,32 +282,24 @@ def _check_devices(torch_devices: Sequence[torch.device]) -> tuple[torch.device,
     return devices
 
 
-def _with_index(device: torch.device) -> torch.device:
-    index: int | None = device.index  # torch's types leave the None out
-    return torch.device("cuda", torch.cuda.current_device()) if index is None else device
-
-
 def count_visible_devices() -> int:
-    """CUDA devices this process may use; 0 where torch has no CUDA."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Cards this process may use; 0 where torch has none."""
+    return count_cards()
 
 
 def describe_visible_devices() -> str:
     """What is visible, for messages: ``"2 CUDA devices are visible (cuda:0, cuda:1)"``."""
-    num_visible = count_visible_devices()
-    if num_visible:
-        names = ", ".join(f"cuda:{index}" for index in range(num_visible))
-        return f"{num_visible} CUDA device{'s are' if num_visible > 1 else ' is'} visible ({names})"
+    cards = all_cards()
+    if cards:
+        names = ", ".join(map(str, cards))
+        return f"{len(cards)} {label_of(cards[0].type)} device{'s are' if len(cards) > 1 else ' is'} visible ({names})"
     if torch.version.cuda is None and torch.version.hip is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     return "no CUDA device is visible"
 
 
 def _visible_names() -> list[str]:
-    return [
-        str(torch.cuda.get_device_properties(torch.device("cuda", index)).name)
-        for index in range(count_visible_devices())
-    ]
+    return [str(module_of(card).get_device_properties(card).name) for card in all_cards()]
 
 
 def _uuid(properties: Any) -> str | None:
@@ -313,11 +314,11 @@ def _pci_bus_id(properties: Any) -> str | None:
     return "{:08X}:{:02X}:{:02X}.0".format(*known) if len(known) == len(numbers) else None
 
 
-def _cap_bytes(device: torch.device, device_bytes: int) -> int | None:
+def _cap_bytes(module: Any, device: torch.device, device_bytes: int) -> int | None:
     """What set_per_process_memory_fraction leaves to this process; None without a cap."""
-    if not hasattr(torch.cuda, "get_per_process_memory_fraction"):  # not in every torch since 2.6
+    if not hasattr(module, "get_per_process_memory_fraction"):  # not in every torch since 2.6
         return None
-    fraction = float(torch.cuda.get_per_process_memory_fraction(device))
+    fraction = float(module.get_per_process_memory_fraction(device))
     return int(fraction * device_bytes) if fraction < 1 else None
 
 
