@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from benchmarks.gpu.stage import Findings, Measured, Stage, held_bytes, mib
 from benchmarks.jobs.gpu_models import NUM_CLASSES
+from splittune.cards import module_of
 from splittune.hardware import Hardware
 from splittune.profiling.measurement import Outcome
 from splittune.training import TrainingTask
@@ -165,13 +166,21 @@ def _run_out_in(
         greed.phase = greed.failed_in = None
         before = None if phase == "state" else job.measure(1)
         weights = [tensor.clone().cpu() for tensor in task.model.state_dict().values()]
-        random = torch.cuda.get_rng_state(stage.torch_device) if not stage.is_rehearsal else torch.get_rng_state()
+        random = (
+            module_of(stage.torch_device).get_rng_state(stage.torch_device)
+            if not stage.is_rehearsal
+            else torch.get_rng_state()
+        )
         allocated, reserved = held_bytes(hardware)
         greed.phase = phase
         measurement = job.measure(1)
         greed.phase = None
         allocated_after, reserved_after = held_bytes(hardware)
-        random_after = torch.cuda.get_rng_state(stage.torch_device) if not stage.is_rehearsal else torch.get_rng_state()
+        random_after = (
+            module_of(stage.torch_device).get_rng_state(stage.torch_device)
+            if not stage.is_rehearsal
+            else torch.get_rng_state()
+        )
         found = zip(weights, task.model.state_dict().values(), strict=True)
         row: dict[str, Any] = {
             "phase": phase,

@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 
 from benchmarks.jobs.gpu_models import CARD, REHEARSAL, Sizes
+from splittune.cards import module_of
 from splittune.config.data import current_versions
 from splittune.errors import NvmlUnavailableError
 from splittune.hardware import CudaHardware, Hardware, resolve_hardware
@@ -68,15 +69,18 @@ class Stage:
         devices: as `resolve_hardware` takes them: one device.
         seed: of weights, data and limits.
         quiet: nothing is printed.
+        sizes: of the jobs; None for those of a card, or of a rehearsal.
     """
 
-    def __init__(self, devices: str = "cuda:0", *, seed: int = 0, quiet: bool = False) -> None:
+    def __init__(
+        self, devices: str = "cuda:0", *, seed: int = 0, quiet: bool = False, sizes: Sizes | None = None
+    ) -> None:
         self.devices, self.seed, self._quiet = devices, seed, quiet
         self.hardware: Hardware = resolve_hardware(devices)
         if len(self.hardware.devices) != 1:
             raise ValueError(f"{devices!r} has {len(self.hardware.devices)} devices: expected one, such as 'cuda:0'.")
         self.is_rehearsal = self.hardware.is_modelled
-        self.sizes: Sizes = REHEARSAL if self.is_rehearsal else CARD
+        self.sizes: Sizes = sizes or (REHEARSAL if self.is_rehearsal else CARD)
         self.ends_at_s = float("inf")
         """When the part that runs should end, by the monotonic clock."""
         self.is_spoilt = False
@@ -119,27 +123,28 @@ class Stage:
             device = self.hardware.devices[0]
             self.hardware.recover(thoroughly=True)
             fraction = min(1.0, room_bytes / device.total_bytes)
-            torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
+            module = module_of(self.torch_device)
+            module.set_per_process_memory_fraction(fraction, self.torch_device)
             try:
                 yield self.hardware
             finally:
-                torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+                module.set_per_process_memory_fraction(1.0, self.torch_device)
                 self.hardware.recover(thoroughly=True)
 
     def can_tell_limits(self) -> bool:
         """Whether the hardware knows of a limit: not every torch tells the cap that it was given."""
-        return self.is_rehearsal or hasattr(torch.cuda, "get_per_process_memory_fraction")
+        return self.is_rehearsal or hasattr(module_of(self.torch_device), "get_per_process_memory_fraction")
 
     def num_ooms(self) -> int | None:
         """How many allocations torch's allocator has refused so far, by its own count; None on virtual hardware."""
         if self.is_rehearsal:
             return None
-        return int(torch.cuda.memory_stats(self.torch_device).get("num_ooms", 0))
+        return int(module_of(self.torch_device).memory_stats(self.torch_device).get("num_ooms", 0))
 
     def used_bytes(self) -> int:
         """The whole card's memory in use, every program's, by the runtime; on virtual hardware what is outside."""
         if isinstance(self.hardware, CudaHardware):
-            free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
+            free_bytes, total_bytes = module_of(self.torch_device).mem_get_info(self.torch_device)
             return total_bytes - free_bytes
         with self.hardware.metered():
             return self.hardware.memory()[0].outside_bytes

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from splittune.units import GIB
+from splittune.units import GIB, MIB
 
 NAME = "standin"
 NUM_DEVICES = 4
+CYCLES_PER_S = 1e9
 CAPACITY_BYTES = 16 * GIB
+OUTSIDE_BYTES = 256 * MIB  # as much as a context of CUDA's takes
 SOURCES = Path(__file__).parent / "csrc"
 
 _extension: Any = None
@@ -52,7 +54,7 @@ def register(num_devices: int = NUM_DEVICES) -> None:
     torch._register_device_module(NAME, _device_module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     for device in range(num_devices):
-        extension.set_capacity(device, CAPACITY_BYTES, 0)
+        extension.set_capacity(device, CAPACITY_BYTES, OUTSIDE_BYTES)
     atexit.register(_let_autograd_finish)
 
 
@@ -74,13 +76,6 @@ class _DeviceGuard:
 
     def __exit__(self, *_error: object) -> None:
         _extension.set_device(self._before)
-
-
-class _Event(torch.Event):
-    """As torch.cuda.Event, whose device comes with the first stream it is recorded on."""
-
-    def __new__(cls, enable_timing: bool = False) -> Any:
-        return super().__new__(cls, NAME, enable_timing=enable_timing)
 
 
 class _Properties(SimpleNamespace):
@@ -122,7 +117,7 @@ def _device_module() -> ModuleType:
         index = _index(device)
         if not 0 <= index < e.device_count():
             raise AssertionError(f"Invalid device id {index}: there are {e.device_count()}")
-        return _Properties(name="Stand-in", total_memory=e.memory(index)[0], uuid=None, major=0, minor=0)
+        return _Properties(name="Stand-in", total_memory=e.memory(index)[0], uuid=f"standin-{index}", major=0, minor=0)
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         total_bytes, free_bytes = e.memory(_index(device))
@@ -153,7 +148,7 @@ def _device_module() -> ModuleType:
         device=_DeviceGuard,
         synchronize=lambda device=None: e.synchronize(_index(device)),
         Stream=lambda device=None, priority=0: torch.Stream(torch.device(NAME, _index(device)), priority=priority),
-        Event=_Event,
+        Event=lambda enable_timing=False: torch.Event(NAME, enable_timing=enable_timing),
         stream=_stream,
         current_stream=lambda device=None: torch.accelerator.current_stream(torch.device(NAME, _index(device))),
         set_stream=torch.accelerator.set_stream,
@@ -169,6 +164,7 @@ def _device_module() -> ModuleType:
         empty_cache=e.empty_cache,
         set_per_process_memory_fraction=lambda fraction, device=None: e.set_fraction(_index(device), fraction),
         get_per_process_memory_fraction=lambda device=None: e.fraction(_index(device)),
+        _sleep=lambda cycles: e.sleep(e.current_device(), cycles / CYCLES_PER_S),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         default_generators=generators,
         manual_seed=manual_seed,

@@ -423,6 +423,9 @@ at::Scalar item(const Tensor& self) {
   return value;
 }
 
+// What moves a module's parameters in place, as between a card and the host.
+bool can_take_the_place_of(const Tensor& self, const Tensor& from) { return self.layout() == from.layout(); }
+
 void record_stream(Tensor& self, c10::Stream stream) { allocator()->recordStream(self.storage().data_ptr(), stream); }
 
 // Operators that torch asks of its accelerators alone, in terms of those it asks of every device.
@@ -524,6 +527,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &item);
   m.impl("record_stream", &record_stream);
+  m.impl("_has_compatible_shallow_copy_type", &can_take_the_place_of);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("native_dropout", &native_dropout);

@@ -1,0 +1,78 @@
+"""The whole product on devices that stand in for cards: a search, what it emits, and what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from splittune import autotune
+from splittune.hardware import CudaHardware, resolve_hardware
+from splittune.profiling import pacing
+from splittune.profiling.measurement import Outcome
+from splittune.units import MIB
+from tests.standin import devices
+
+pytestmark = pytest.mark.standin
+
+CARDS = ["standin:0", "standin:1", "standin:2"]
+
+
+@pytest.fixture
+def short_warm_ups(monkeypatch):
+    """There is nothing to warm up: no kernels are chosen, and no clock rises."""
+    monkeypatch.setattr(pacing, "FIRST_WARM_UP_S", 0.05)
+    monkeypatch.setattr(pacing, "WARM_UP_LIMIT_S", 0.05)
+
+
+@pytest.fixture
+def small_cards():
+    """Some 40 MiB for this process on each, 48 on the first."""
+    for index in range(len(CARDS)):
+        devices.set_capacity(index, 100 * MIB, (52 if index == 0 else 60) * MIB)
+    yield
+    for index in range(len(CARDS)):
+        devices.set_capacity(index, devices.CAPACITY_BYTES, devices.OUTSIDE_BYTES)
+
+
+def test_a_search_finds_a_split_that_fits_and_leaves_everything_as_found(short_warm_ups, small_cards):
+    """Too large a share fails on its card alone; what is emitted kept its headroom, and trains exactly."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 4))
+    batch = torch.randn(512, 64), torch.randint(4, (512,))
+    found, states = (
+        copy.deepcopy(model),
+        [torch.get_rng_state(), *torch.get_device_module("standin").get_rng_state_all()],
+    )
+    result = autotune(model, [batch], devices=CARDS, max_trials=6, min_headroom_bytes=2 * MIB, progress=False)
+    assert result.best.outcome is Outcome.OK
+    assert min(memory.headroom_bytes for memory in result.best.memory) >= 2 * MIB
+    outcomes = {trial.measurement.outcome for trial in result.trials}
+    assert outcomes <= {Outcome.OK, Outcome.NO_HEADROOM, Outcome.OUT_OF_MEMORY}
+    assert len(result.best.split.shard_sizes) == 3
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, found.state_dict()[name])
+        assert tensor.device.type == "cpu"
+    after = [torch.get_rng_state(), *torch.get_device_module("standin").get_rng_state_all()]
+    assert all(torch.equal(one, other) for one, other in zip(states, after, strict=True))
+
+    wrapped = result.config.wrap(model)
+    for micro in result.config.micro_batches(batch, wrapped):
+        inputs, targets = micro.batch
+        loss = nn.functional.cross_entropy(wrapped(inputs), targets.to(wrapped.output_device)) * micro.weight
+        loss.backward()
+    nn.functional.cross_entropy(found(batch[0]), batch[1]).backward()
+    for mine, wanted in zip(model.parameters(), found.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_all_devices_are_resolved():
+    """Without devices the hardware is every device there is; a number means one of them."""
+    hardware = resolve_hardware(None)
+    assert isinstance(hardware, CudaHardware)
+    assert [device.torch_device for device in hardware.devices] == [f"standin:{index}" for index in range(4)]
+    assert [device.torch_device for device in resolve_hardware("1,0").devices] == ["standin:1", "standin:0"]
+    assert hardware.processes() is None
+    assert hardware.memory()[0].outside_bytes == devices.OUTSIDE_BYTES
