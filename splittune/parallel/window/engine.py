@@ -261,6 +261,9 @@ class WindowEngine:
             else:
                 self.discard()
                 raise WindowError(_MISUSES[verdict])
+        if self._partials and not kept:
+            for leaves in list(self._live):  # and what nothing is shown of
+                leaves.drop_gradients()
         self._partials = kept
 
 

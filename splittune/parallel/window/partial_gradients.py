@@ -146,11 +146,15 @@ class PartialGradient:
 
 
 def show(every_leaves: Iterable[ReplicaLeaves]) -> list[PartialGradient]:
-    """Let each parameter that a replica holds a gradient of show the first device's part of it."""
+    """Let each parameter that a replica holds a gradient of show the first device's part of it.
+
+    One that is no leaf, as a buffer that learned before it was moved, has no gradient to show: its
+    own backward brings that to the leaf once the window ends.
+    """
     partials: dict[int, PartialGradient] = {}
     for leaves in every_leaves:
         for index, original in enumerate(leaves.originals):
-            if id(original) not in partials and leaves.has_gradient(index):
+            if original.is_leaf and id(original) not in partials and leaves.has_gradient(index):
                 partials[id(original)] = _show_one(original, leaves.at_home(index))
     return list(partials.values())
 

@@ -382,3 +382,30 @@ def test_the_private_callback_of_torchs_engine_is_there_and_runs_once_at_the_end
     assert sorted(events[:2]) == ["first leaf", "last leaf"]
     assert events[2:] == ["end"]
     assert torch._C._current_graph_task_id() == -1, "engine.py tells a recomputation inside backward by it"
+
+
+def learned_buffer_that_moved() -> tuple[nn.Module, Tensor]:
+    """An mlp whose output is scaled by a buffer that is computed from the leaf, as ``model.to(card)`` leaves it."""
+    model, leaf = mlp(), torch.randn(3, requires_grad=True)
+    model.register_buffer("learned", leaf.clone())
+    model.register_forward_hook(lambda module, _args, output: output * module.learned)
+    return model, leaf
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_learning_buffer_that_is_no_leaf_gets_its_gradient_at_the_windows_end(gives_up: bool) -> None:
+    """Nothing is shown of it before, which torch would warn of; zero_grad() of the parameters gives its part up too."""
+    torch.manual_seed(0)
+    (model, leaf), batch = learned_buffer_that_moved(), vectors(8)
+    wrapped = on_the_cpu(model, (1, 3))
+    if gives_up:
+        with wrapped.no_sync():
+            loss_of(wrapped(batch[:4])).backward()
+        model.zero_grad()
+    window(wrapped, batch, [4, 4])
+    got = leaf.grad
+    model.zero_grad()
+    leaf.grad = None
+    loss_of(model(batch)).backward()
+    assert got is not None
+    assert_same({"learned": got}, {"learned": leaf.grad})
