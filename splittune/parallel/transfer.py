@@ -145,11 +145,13 @@ def add_to_home(
         grads.clear()
         for bucket in buckets_of([grad for _, grad in present]):
             members = [present[member][1] for member in bucket]
-            with link.on(link.place(position)):
-                arrived = unflatten(link.copy(flatten(members), home), members)
-            for member, grad in zip(bucket, arrived, strict=True):
-                index = present[member][0]
-                totals[index] = plus(totals[index], grad)
+            # Autograd's thread of another device has its streams, and of this one the default alone.
+            with link.on(home):
+                with link.on(link.place(position)):
+                    arrived = unflatten(link.copy(flatten(members), home), members)
+                for member, grad in zip(bucket, arrived, strict=True):
+                    index = present[member][0]
+                    totals[index] = plus(totals[index], grad)
 
 
 def plus(total: Tensor | None, grad: Tensor) -> Tensor:
