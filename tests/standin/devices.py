@@ -36,6 +36,11 @@ def why_not() -> str | None:
     return None
 
 
+def is_registered() -> bool:
+    """Whether this process has them."""
+    return _extension is not None
+
+
 def register(num_devices: int = NUM_DEVICES) -> None:
     """Build the devices, which is cached, and register them as ``standin:0``, ``standin:1``, ...: for good, in this process."""
     global _extension  # noqa: PLW0603  registering is for good, and once
@@ -191,6 +196,16 @@ def set_delay(device: int, seconds: float) -> None:
 def sleep(device: int, seconds: float) -> None:
     """The device's current stream is busy for so long: torch.cuda._sleep, in seconds."""
     _extension.sleep(device, seconds)
+
+
+def forget_delays() -> None:
+    """Every stream is done with what it was asked for, without waiting."""
+    _extension.forget_delays()
+
+
+def reports_so_far() -> list[str]:
+    """What the check of order has found since it was asked last."""
+    return list(_extension.take_reports())
 
 
 @contextmanager

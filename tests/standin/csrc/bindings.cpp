@@ -46,6 +46,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("fraction", &fraction);
   m.def("set_delay", &set_delay);
   m.def("sleep", [](int device, double seconds) { sleep_on(index_of(current_stream(device)), seconds); });
+  m.def("forget_delays", &forget_delays);
   m.def("set_checking", &set_checking);
   m.def("is_checking", &is_checking);
   m.def("take_reports", &take_reports);

@@ -63,11 +63,11 @@ class Operation {
         tick_(begin_work(stream_)) {}
   ~Operation() { end_work(stream_); }
 
-  Tensor as_cpu(const Tensor& tensor, bool writes) {
+  Tensor as_cpu(const Tensor& tensor, bool writes, bool touches = true) {
     if (!is_own(tensor)) return tensor;
     TORCH_CHECK(tensor.device().index() == device_, "Expected all tensors to be on the same device, but ", name_,
                 " got standin:", device_, " and ", tensor.device());
-    touch_tensor(tensor, stream_, tick_, writes, place_);
+    if (touches) touch_tensor(tensor, stream_, tick_, writes, place_);
     if (tensor.is_sparse()) {
       BelowEverything below;
       auto* own = sparse_of(tensor);
@@ -257,6 +257,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     auto& argument = arguments[i];
     const auto* alias = schema.arguments()[i].alias_info();
     const bool writes = alias && alias->isWrite();
+    const bool touches = !alias || writes;  // a view is made without a look at the values
     if (argument.isDevice() && argument.toDevice().type() == kType) {
       argument = c10::Device(c10::kCPU);
     } else if (argument.isGenerator()) {
@@ -268,7 +269,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         TORCH_CHECK(!tensor.defined() || is_own(tensor) || tensor.dim() == 0 || takes_host_tensors(schema.name()),
                     "Expected all tensors to be on the same device, but ", schema.name(), " got ", operation.device(),
                     " and ", tensor.device());
-        return operation.as_cpu(tensor, writes);
+        return operation.as_cpu(tensor, writes, touches);
       });
     }
     torch::jit::push(*stack, argument);

@@ -101,6 +101,7 @@ void when_host_reaches(int stream, uint64_t tick, std::function<void()> arrive);
 // Delays: seconds that every piece of work on a device takes longer; and once, on a stream.
 void set_delay(int device, double seconds);
 void sleep_on(int stream, double seconds);
+void forget_delays();
 
 // The check of order.
 void set_checking(bool is_on);
