@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import shutil
 import time
 from collections.abc import Iterator
@@ -52,7 +53,10 @@ def register(num_devices: int = NUM_DEVICES) -> None:
     from torch.utils import cpp_extension
 
     sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
-    extension: Any = cpp_extension.load(name="splittune_standin", sources=sources, extra_cflags=["-O1", "-w"])
+    # its name tells what it was built from: another checkout, or another torch, has a library of its own
+    contents = "".join(path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir()))
+    digest = hashlib.sha256((torch.__version__ + torch.__file__ + contents).encode()).hexdigest()[:12]
+    extension: Any = cpp_extension.load(name=f"splittune_standin_{digest}", sources=sources, extra_cflags=["-O1", "-w"])
     torch.utils.rename_privateuse1_backend(NAME)
     extension.init(num_devices)
     _extension = extension

@@ -12,6 +12,8 @@ import pytest
 from tests.standin.devices import why_not
 
 ROOT = Path(__file__).parents[2]
+DEADLINE_S = 1800.0
+"""For what would never end: the build alone takes half a minute where nothing else runs."""
 
 
 def test_what_is_proven_on_devices_that_stand_in_for_cards() -> None:
@@ -31,6 +33,15 @@ def test_what_is_proven_on_devices_that_stand_in_for_cards() -> None:
         "tests/gpu",
     ]
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
-    ran = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=False)
+    try:
+        ran = subprocess.run(
+            command, cwd=ROOT, env=plain, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+        )
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(
+            f"{' '.join(command[1:])} did not end. If a build was killed before, remove its `lock` from the folder "
+            f"splittune_standin_* of torch's extensions.\n{late.stdout}\n{late.stderr}",
+            pytrace=False,
+        )
     if ran.returncode != 0:
         pytest.fail(f"{' '.join(command[1:])} gave {ran.returncode}:\n{ran.stdout}\n{ran.stderr}", pytrace=False)
