@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import shutil
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +15,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from splittune.units import GIB, MIB
 
 NAME = "standin"
+MIN_TORCH = TorchVersion("2.13")  # with which they were written; whether an earlier one has all of it was not tried
 NUM_DEVICES = 4
 CYCLES_PER_S = 1e9
 CAPACITY_BYTES = 16 * GIB
@@ -28,13 +32,20 @@ _extension: Any = None
 
 def why_not() -> str | None:
     """Why they cannot be built here; None where they can."""
-    from torch.utils import cpp_extension  # late: it takes its time, and ordinary runs need none of it
-
     if shutil.which("g++") is None and shutil.which("c++") is None:
         return "no C++ compiler is found: the devices that stand in for cards cannot be built"
-    if not cpp_extension.is_ninja_available():
+    if TorchVersion(torch.__version__) < MIN_TORCH:
+        return (
+            f"torch {torch.__version__} is older than {MIN_TORCH}, whose interfaces for devices the stand-ins implement"
+        )
+    if shutil.which("ninja", path=_path()) is None:
         return "ninja is not found (pip install ninja): the devices that stand in for cards cannot be built"
     return None
+
+
+def _path() -> str:
+    """Where programs are looked for: first where this environment's own are, ninja among them."""
+    return os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
 
 
 def is_registered() -> bool:
@@ -50,7 +61,8 @@ def register(num_devices: int = NUM_DEVICES) -> None:
     reason = why_not()
     if reason is not None:
         raise RuntimeError(reason)
-    from torch.utils import cpp_extension
+    os.environ["PATH"] = _path()  # torch looks for ninja there
+    from torch.utils import cpp_extension  # late: it takes its time, and ordinary runs need none of it
 
     sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
     # its name tells what it was built from: another checkout, or another torch, has a library of its own
