@@ -54,7 +54,7 @@ def is_registered() -> bool:
 
 
 def register(num_devices: int = NUM_DEVICES) -> None:
-    """Build the devices, which is cached, and register them as ``standin:0``, ``standin:1``, ...: for good, in this process."""
+    """Build the devices, which is cached, and register ``standin:0``, ``standin:1``, ... in this process, for good."""
     global _extension  # noqa: PLW0603  registering is for good, and once
     if _extension is not None:
         return

@@ -1,4 +1,4 @@
-"""The tests on devices that stand in for cards, in a process of their own: torch is another one with these registered."""
+"""The tests on devices that stand in for cards, in a process of their own: they are registered for good."""
 
 from __future__ import annotations
 
