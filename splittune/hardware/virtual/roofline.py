@@ -47,6 +47,16 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     alias = _SAME_FLOPS_AS.get(func._schema.name)
     if alias is not None:
         packet, num_args = alias
-        return int(flop_registry[packet](*args[:num_args], out_val=out))
+        *before, query, key, value = args[:num_args]
+        return int(flop_registry[packet](*before, query, *_for_each_head(query, key, value), out_val=out))
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _for_each_head(query: torch.Tensor, *shared: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values shaped as if every head of the query had its own: in grouped attention it does as much work.
+
+    The formula of torch 2.9 refuses groups.
+    """
+    num_heads = query.shape[1]
+    return [torch.empty((each.shape[0], num_heads, *each.shape[2:]), device="meta") for each in shared]

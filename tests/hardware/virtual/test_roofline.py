@@ -114,6 +114,20 @@ def test_operands_in_half_precision_have_half_precisions_peak():
     assert busy_s(lambda timeline: product(timeline, torch.bfloat16)) == pytest.approx(2 * 1024**3 / 71e12)
 
 
+def test_heads_that_share_keys_and_values_do_as_much_work():
+    """Grouped attention, eight heads over two of keys and values, counts as attention of eight heads of its own."""
+
+    def attend(num_groups):
+        query = torch.randn(1, 8, 64, 32, requires_grad=True)
+        key, value = (torch.randn(1, num_groups, 64, 32, requires_grad=True) for _ in range(2))
+        with Counter() as counter:
+            functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum().backward()
+        return {name: flops for name, flops in counter.flops.items() if "scaled_dot_product" in name}
+
+    assert len(attend(8)) == 2  # forward and backward
+    assert attend(2) == attend(8)
+
+
 def test_work_on_what_a_subclass_wraps_is_timed():
     """A jagged batch of 600 and 400 rows takes a linear layer as long as a dense one of 1000 rows."""
     layer = nn.Linear(512, 512)
