@@ -116,7 +116,7 @@ def test_lazy_modules_say_what_they_need() -> None:
         wrap(nn.LazyLinear(2), 1, 1)(torch.zeros(2, 3))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 def test_torchscript_says_what_to_wrap() -> None:
     """A scripted module is refused with what to do."""
     with pytest.raises(TypeError, match=r"Wrap the nn\.Module it was scripted from"):

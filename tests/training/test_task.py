@@ -81,7 +81,7 @@ def test_a_job_that_cannot_be_tuned_is_refused(make: Callable[[], TrainingTask],
         make()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 def test_a_scripted_model_is_refused() -> None:
     """TorchScript modules cannot be replicated, and are refused before anything is run."""
     with pytest.raises(ConfigError, match=r"TorchScript module.*scripted from"):
