@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +68,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--standin", action="store_true", help="run the tests marked so, on devices that stand in for cards"
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests on stand-in devices name them as they are imported: without the devices only their run is collected."""
+    is_on_them = collection_path.parent.name == "standin" and collection_path.name != "test_run.py"
+    return True if is_on_them and not config.getoption("--standin") else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
