@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,18 +20,15 @@ STORAGES = ["study.db", "study.sqlite3", "study.log", "new/folder/study.log"]
 
 
 @pytest.fixture
-def stored() -> Iterator[Callable[..., optuna.Study]]:
-    """Opens a study in a database as Optuna's own users do, whose connections are closed when the test is over."""
-    opened: list[RDBStorage] = []
+def stored(database: Callable[[str], RDBStorage]) -> Callable[..., optuna.Study]:
+    """Opens a study in a database as Optuna's own users do."""
 
     def load(url: str, study_name: str = "splittune") -> optuna.Study:
-        opened.append(RDBStorage(url))
-        return optuna.create_study(storage=opened[-1], study_name=study_name, direction="maximize", load_if_exists=True)
+        return optuna.create_study(
+            storage=database(url), study_name=study_name, direction="maximize", load_if_exists=True
+        )
 
-    yield load
-    for storage in opened:
-        storage.remove_session()
-        storage.engine.dispose()
+    return load
 
 
 @pytest.mark.parametrize("place", STORAGES)

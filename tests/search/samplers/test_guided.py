@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import optuna
 import pytest
+from optuna.storages import RDBStorage
 
 from splittune.errors import NoFeasibleSplitError
 from splittune.hardware.base import DeviceMemory
@@ -20,6 +21,7 @@ from tests.search.jobs import AFFINE, JOBS
 from tests.search.problem import Job, card_memory, failing_after, job, split
 
 MAX_TRIALS = 12
+Database = Callable[[str], RDBStorage]
 SOME = list(JOBS)[1::4]
 
 
@@ -161,7 +163,7 @@ def test_where_the_models_fit_there_is_no_doubt() -> None:
 # --- in a study of one's own -----------------------------------------------------------------------------------------
 
 
-def optimize(problem: Job, storage: str | None = None, n_trials: int = 40) -> optuna.Study:
+def optimize(problem: Job, storage: RDBStorage | None = None, n_trials: int = 40) -> optuna.Study:
     sampler = GuidedSampler(problem.space(), min_headroom_bytes=problem.min_headroom_bytes)
     study = optuna.create_study(
         direction="maximize", sampler=sampler, storage=storage, study_name="own", load_if_exists=True
@@ -175,11 +177,11 @@ def optimize(problem: Job, storage: str | None = None, n_trials: int = 40) -> op
 
 
 @pytest.mark.parametrize("kept", ["memory", "sqlite"])
-def test_a_plain_study_is_guided_and_ends_by_itself(tmp_path: Path, kept: str) -> None:
+def test_a_plain_study_is_guided_and_ends_by_itself(tmp_path: Path, kept: str, database: Database) -> None:
     """`study.optimize` makes the trials of `find_best_split`, in any storage, and stops when
     nothing is left to gain."""
     problem, alike = JOBS[SOME[0]](), JOBS[SOME[0]]()
-    study = optimize(problem, f"sqlite:///{tmp_path / 'own.db'}" if kept == "sqlite" else None)
+    study = optimize(problem, database(f"sqlite:///{tmp_path / 'own.db'}") if kept == "sqlite" else None)
     result = search(alike, max_trials=40)
     assert problem.measured == alike.measured
     assert len(study.trials) == len(problem.measured) < 40
@@ -187,13 +189,13 @@ def test_a_plain_study_is_guided_and_ends_by_itself(tmp_path: Path, kept: str) -
     assert all(trial.user_attrs["reason"] for trial in study.trials)
 
 
-def test_a_plain_study_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_plain_study_goes_on_where_it_was(tmp_path: Path, database: Database) -> None:
     """A study that was stopped early, and is optimized again by another sampler, ends as an uninterrupted one."""
     whole, parts = JOBS[SOME[1]](), JOBS[SOME[1]]()
     optimize(whole)
     storage = f"sqlite:///{tmp_path / 'own.db'}"
-    optimize(parts, storage, n_trials=2)
-    optimize(parts, storage)
+    optimize(parts, database(storage), n_trials=2)
+    optimize(parts, database(storage))
     assert parts.measured == whole.measured
 
 
