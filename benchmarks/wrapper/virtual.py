@@ -4,7 +4,7 @@
 
 Both engines of BalancedDataParallel run the same steps on the same four virtual GPUs, in one run. ``torch`` copies the
 parameters out and reduces the gradients at every micro-batch, as nn.DataParallel does; ``window`` once per optimizer
-step. Memory and bytes are accounted, time is modelled.
+step. Memory and bytes are accounted, time is modelled. What the engines cost the host is measured: `host`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.jobs.workloads import digits_cnn
+from benchmarks.wrapper import host
 from splittune.demo import byte_gpt
 from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual import VirtualHardware
@@ -124,3 +125,9 @@ def main() -> None:
     wide = frame.pivot(index=["workload", "accumulation_steps"], columns="engine", values="step_time_ms")
     print("\nspeed-up of 'window' over 'torch' (modelled):")
     print((wide["torch"] / wide["window"]).round(2).to_string())
+    print("\nthe host's own work, processor milliseconds a micro-step (measured):")
+    of_host = pd.DataFrame([row for job in host.jobs() for row in host.measure(*job)])
+    print(of_host.round(2).to_string(index=False))
+    of_host.assign(processor=host.processor(), torch=str(torch.__version__), python=platform.python_version()).to_csv(
+        out / "wrapper_host.csv", index=False, float_format="%.4f"
+    )

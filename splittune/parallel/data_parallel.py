@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,9 +30,9 @@ from splittune.parallel.replicas import (
     run_replicas,
 )
 from splittune.parallel.samples import Samples, read_samples, slice_arguments
+from splittune.parallel.threads import ReplicaThreads
 from splittune.parallel.transfer import send
-from splittune.parallel.window.engine import WindowEngine
-from splittune.parallel.window.replica_copies import ReplicaCopies
+from splittune.parallel.window.engine import Replicas, WindowEngine
 from splittune.split.shards import checked_shares, shards_for
 
 Engine = Literal["window", "torch"]
@@ -148,19 +149,30 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
         self.lists_samples: bool | None = None  # whether batches hold lists of samples, once one has told
         self._window: WindowEngine | None = None
         self._syncs = True
+        self._threads = ReplicaThreads()
+        self._turn = threading.RLock()
         if link is not None:
             link.adopt(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._take_turn()
+        try:
+            return self._forward(inputs, kwargs)
+        finally:
+            self._turn.release()
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         link, output_place = self._route()
         call = _Call(inputs, kwargs) if self._loss is None else _Call(*self._loss.arranged(inputs, kwargs))
         samples = self._samples_of(call)
         shards = self._shards_of(samples.size)
         active = [position for position, shard in enumerate(shards) if shard] or [0]
-        copies = self._copy_out(active, link)
-        calls = self._calls(call, self._modules_on(active, link, copies), shards, samples, link)
+        replicas = self._copy_out(active, link)
+        gradients = None if replicas is None else replicas.gradients
+        calls = self._calls(call, self._modules_on(active, link, replicas), shards, samples, link)
+        del replicas
         weights = [each.weight for each in calls]
-        outputs = run_replicas(calls, link, self.gauge)
+        outputs = run_replicas(calls, link, self._threads if len(self.devices) > 1 else None, self.gauge)
         if calls[0].module is not self.module:
             keep_buffer_updates(self.module, calls[0].module, link)
         if self._trains():
@@ -176,8 +188,8 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
             keeps_caches=not torch.is_grad_enabled() or any(is_cache(leaf) for _, leaf in leaves_of(call)),
         )
         output = joiner.join(outputs)
-        if self._window is not None and copies is not None:
-            self._window.watch(all_tensors_of(output), copies)
+        if self._window is not None and gradients is not None:
+            self._window.watch(all_tensors_of(output), gradients)
         return output
 
     @contextmanager
@@ -261,17 +273,32 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
     def _trains(self) -> bool:
         return self.training and torch.is_grad_enabled()
 
+    def _take_turn(self) -> None:
+        """Callers take turns: the threads and the window are one."""
+        if self._threads.is_inside:
+            raise RuntimeError(
+                "the wrapper was called by one of its own replicas: expected the module's own parts in there. Call "
+                "self, not the wrapper around it."
+            )
+        if not self._turn.acquire(blocking=not torch.is_grad_enabled()):
+            raise RuntimeError(
+                "the wrapper was called from two threads at once, with gradients recorded: expected one at a time, for "
+                "both would add to the same gradients. Give each thread a wrapper and a module of its own; under "
+                "torch.no_grad() callers wait for one another."
+            )
+
     def _route(self) -> tuple[Link, Any]:
         """The link for this call, and the place of the output device."""
         if self._link is not None:
             return self._link, self._link.place(0)
         devices = self.devices
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
-            if tensor.device != devices[0]:
-                raise ConfigError(
-                    f"{name} of the module is on {tensor.device}: expected {devices[0]}, the first of {list(devices)}. "
-                    f"Move the module there first: module.to('{devices[0]}')."
-                )
+        for path, module in self.module.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and tensor.device != devices[0]:
+                    raise ConfigError(
+                        f"{path and path + '.'}{name} of the module is on {tensor.device}: expected {devices[0]}, the "
+                        f"first of {list(devices)}. Move the module there first: module.to('{devices[0]}')."
+                    )
         return TorchLink([*devices, self.output_device]), self.output_device
 
     def _calls(
@@ -301,18 +328,18 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
             )
         return calls
 
-    def _copy_out(self, active: Sequence[int], link: Link) -> ReplicaCopies | None:
-        """The window's copies for this forward; None on a single device and with torch's engine."""
+    def _copy_out(self, active: Sequence[int], link: Link) -> Replicas | None:
+        """The window's for this forward; None on a single device and with torch's engine."""
         if len(self.devices) == 1 or self.engine != "window":
             return None
         if self._window is None:
             self._window = WindowEngine(self.module)
         return self._window.copy_out(active, link, last=self._syncs)
 
-    def _modules_on(self, active: Sequence[int], link: Link, copies: ReplicaCopies | None) -> dict[int, nn.Module]:
+    def _modules_on(self, active: Sequence[int], link: Link, replicas: Replicas | None) -> dict[int, nn.Module]:
         """The module to run at each active position."""
-        if copies is not None:
-            return {position: copies.trees[position] for position in active}
+        if replicas is not None:
+            return {position: replicas.trees[position] for position in active}
         elsewhere = [position for position in active if position != 0]
         modules = dict(zip(elsewhere, replicate(self.module, link, elsewhere), strict=True))
         return {0: self.module, **modules} if active[0] == 0 else modules
@@ -320,10 +347,12 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
     def __getstate__(self) -> dict[str, Any]:
         # copies and pickles begin with no window: what the replicas hold belongs to this wrapper's
         # graphs
-        return {**self.__dict__, "_window": None, "gauge": None}
+        own = {"_window": None, "gauge": None, "_threads": None, "_turn": None}
+        return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._threads, self._turn = ReplicaThreads(), threading.RLock()
         if self._link is not None:
             self._link.adopt(self)
 

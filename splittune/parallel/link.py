@@ -14,6 +14,9 @@ from splittune.cards import is_card, module_of
 # torch's own bucket for DataParallel's broadcast: large enough to amortise a launch, small enough
 # to stay transient.
 BUCKET_BYTES = 10 * 1024**2
+# What kernels look for at most: vectorised ones for 16 bytes, matrix products and convolutions for up
+# to 256. Of a tensor elsewhere they take a slower variant.
+ALIGNMENT_BYTES = 256
 
 
 class Link(Protocol):
@@ -45,7 +48,7 @@ class Link(Protocol):
         ...
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
-        """An uninitialised tensor at `place`, of the dtype of `like`."""
+        """An uninitialised tensor at `place`, of the dtype of `like`, its dimensions stored in that order."""
         ...
 
     def on(self, place: Any) -> AbstractContextManager[Any]:
@@ -86,7 +89,7 @@ class TorchLink:
         return tensor.to(place, non_blocking=place.type != "cpu", copy=True)
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
-        return torch.empty(tuple(shape), dtype=like.dtype, device=place)
+        return torch.empty_strided(tuple(shape), strides_as(like, shape), dtype=like.dtype, device=place)
 
     def on(self, place: Any) -> AbstractContextManager[Any]:
         if not is_card(place):
@@ -101,18 +104,33 @@ class TorchLink:
         return self.on(self.devices[position])
 
 
+def strides_as(like: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of this shape, its dimensions stored in the order of those of `like`.
+
+    Example: of channels-last images, ``(2, 3, 4, 4)``, those of ``(5, 3, 4, 4)`` are
+    ``(48, 1, 12, 3)``. Where `like` has gaps or repeats, dimensions are stored as they are counted.
+    """
+    order = list(range(len(shape)))
+    if _is_dense(like) and not like.is_contiguous():
+        order.sort(key=lambda place: -like.stride()[place])
+    strides, step = [0] * len(shape), 1
+    for place in reversed(order):
+        strides[place] = step
+        step *= max(shape[place], 1)
+    return tuple(strides)
+
+
 def buckets_of(tensors: Sequence[Tensor], limit_bytes: int = BUCKET_BYTES) -> list[list[int]]:
     """Indices of `tensors` grouped so that each group can travel as one flat copy.
 
-    Dense contiguous tensors of one dtype are joined up to `limit_bytes`; every other one travels
-    alone. Example: three float32 tensors of 6, 3 and 6 MiB with a limit of 10 MiB give
-    ``[[0, 1], [2]]``.
+    Dense tensors of one dtype are joined up to `limit_bytes`, in whatever order of dimensions they
+    are stored, channels last say; every other one travels alone. Example: three float32 tensors of
+    6, 3 and 6 MiB with a limit of 10 MiB give ``[[0, 1], [2]]``.
     """
     groups: list[list[int]] = []
     open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
-        joinable = tensor.layout == torch.strided and tensor.is_contiguous() and type(tensor) in _PLAIN_TYPES
-        if not joinable or tensor.nbytes >= limit_bytes:
+        if type(tensor) not in _PLAIN_TYPES or not _is_dense(tensor) or tensor.nbytes >= limit_bytes:
             groups.append([index])
             continue
         group, size = open_groups.get(tensor.dtype, ([], 0))
@@ -127,21 +145,53 @@ def buckets_of(tensors: Sequence[Tensor], limit_bytes: int = BUCKET_BYTES) -> li
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat tensor of all their elements; a single tensor as it is, strides and all."""
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, each once."""
+    if tensor.layout != torch.strided:
+        return False
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flatten(tensors: Sequence[Tensor], alignment_bytes: int = ALIGNMENT_BYTES) -> Tensor:
+    """One flat tensor of all their elements, as they are stored; a single tensor as it is.
+
+    Each begins at a multiple of `alignment_bytes`, as it would in memory of its own.
+    """
     if len(tensors) == 1:
         return tensors[0]
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    paddings = _paddings(tensors, alignment_bytes)
+    zeros = tensors[0].new_zeros(max(paddings)) if any(paddings) else None
+    parts = []
+    for tensor, padding in zip(tensors, paddings, strict=True):
+        parts.append(tensor.as_strided((tensor.numel(),), (1,)))
+        if zeros is not None and padding:
+            parts.append(zeros[:padding])
+    return torch.cat(parts)
 
 
-def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Undo `flatten`: tensors shaped as `like`.
+def unflatten(flat: Tensor, like: Sequence[Tensor], alignment_bytes: int = ALIGNMENT_BYTES) -> list[Tensor]:
+    """Undo `flatten`: tensors shaped and stored as `like`.
 
     They are views of `flat` that autograd takes for tensors of their own.
     """
     if len(like) == 1:
         return [flat]
-    parts = flat.split([tensor.numel() for tensor in like])
-    # .data: a view among a Function's several outputs may not be changed in place, and buffers are
-    # changed in place
-    return [part.view(tensor.shape).data for part, tensor in zip(parts, like, strict=True)]
+    views, offset = [], 0
+    for tensor, padding in zip(like, _paddings(like, alignment_bytes), strict=True):
+        # .data: a view among a Function's several outputs may not be changed in place, and buffers
+        # are changed in place
+        views.append(flat.as_strided(tensor.shape, tensor.stride(), offset).data)
+        offset += tensor.numel() + padding
+    return views
+
+
+def _paddings(tensors: Sequence[Tensor], alignment_bytes: int) -> list[int]:
+    """Elements between each tensor and the next, for dtypes whose size divides the alignment."""
+    return [-tensor.numel() % max(alignment_bytes // tensor.element_size(), 1) for tensor in tensors[:-1]] + [0]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +22,15 @@ from splittune.parallel.compiled import (
     refuse_unknown,
     room_for,
 )
-from splittune.parallel.link import Link
+from splittune.parallel.link import Link, buckets_of, flatten, unflatten
+from splittune.parallel.threads import ReplicaThreads
 from splittune.parallel.transfer import broadcast, copy_to_each
 
 # Of a single value per channel there is no variance: torch's BatchNorm raises.
 _MIN_BATCH_NORM_SHARD = 2
 
 # Private, but nn.Module's __setstate__ knows them by these names too; tests/parallel/test_replicas.py checks the list.
-_HOOK_TABLES = (
+HOOK_TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
@@ -122,7 +123,7 @@ def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
         for name, parameter in module._parameters.items():
             replica._parameters.pop(name, None)  # what torch's hook leaves here would refuse a plain tensor
             copy = None if parameter is None else copies[id(parameter)]
-            if copy is not None:
+            if copy is not None and type(replica).__setattr__ is not nn.Module.__setattr__:
                 setattr(replica, name, copy)  # as torch does: nn.RNN keeps its list of weights up to date so
                 replica.__dict__.pop(name, None)  # an attribute would hide what functional_call() puts in its place
             replica._parameters[name] = copy  # type: ignore[assignment]  # so that parameters() is not empty
@@ -143,7 +144,7 @@ def _bare_replica(module: nn.Module) -> nn.Module:
 
 def hook_tables_of(module: nn.Module) -> dict[str, OrderedDict[int, Any]]:
     """The tables of hooks that a forward or backward pass runs, by the attribute that holds each."""
-    return {name: module.__dict__[name] for name in _HOOK_TABLES if name in module.__dict__}
+    return {name: module.__dict__[name] for name in HOOK_TABLES if name in module.__dict__}
 
 
 def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> None:
@@ -153,7 +154,10 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
     device; otherwise those on the module's device count, as in nn.DataParallel. A buffer that was
     made, resized or set to None in forward is so in the module afterwards.
     """
+    if not any(each._buffers for root in (module, replica) for each in root.modules()):
+        return
     copies = dict(replica.named_modules())
+    written: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         for path, original in module.named_modules():
             copied = copies.get(path, original)
@@ -164,9 +168,15 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
                 if buffer is None or updated is None or updated.shape != buffer.shape:
                     original._buffers[name] = None if updated is None else link.copy(updated, link.place(0))
                 elif not _is_expanded(buffer):  # such a buffer refuses to be written to, in forward as well
-                    # .data: BatchNorm's own update is not seen by autograd either, and a buffer
-                    # that is written back unchanged may be saved for somebody's backward pass
-                    buffer.data.copy_(updated)
+                    written.append((buffer, updated))
+        for bucket in buckets_of([updated for _, updated in written]):
+            members = [written[index][1] for index in bucket]
+            with link.on(link.place_of(members[0])):
+                flat = flatten(members)
+            for index, arrived in zip(bucket, unflatten(link.copy(flat, link.place(0)), members), strict=True):
+                # .data: BatchNorm's own update is not seen by autograd either, and a buffer that is
+                # written back unchanged may be saved for somebody's backward pass
+                written[index][0].data.copy_(arrived)
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -174,8 +184,12 @@ def _is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
 
 
-def run_replicas(calls: Sequence[ReplicaCall], link: Link, gauge: ReplicaGauge | None = None) -> list[Any]:
-    """Every replica's output: in a thread each where the link says so, else one after another.
+def run_replicas(
+    calls: Sequence[ReplicaCall], link: Link, threads: ReplicaThreads | None = None, gauge: ReplicaGauge | None = None
+) -> list[Any]:
+    """Every replica's output, each from its position's thread.
+
+    Without `threads`, or where the link wants none, they run one after another.
 
     Compiled modules run one after another as well: their launches are few, and devices work on
     while the next one's are launched. Grad mode, inference mode and autocast (its dtype as well)
@@ -187,7 +201,7 @@ def run_replicas(calls: Sequence[ReplicaCall], link: Link, gauge: ReplicaGauge |
         # theirs.
         with room_for(len(calls)):
             return [_run(call, link, len(calls), gauge) for call in calls]
-    if not link.threaded or len(calls) == 1:
+    if not link.threaded or threads is None:
         return [_run(call, link, len(calls), gauge) for call in calls]
     outputs: list[Any] = [None] * len(calls)
     errors: list[BaseException | None] = [None] * len(calls)
@@ -202,10 +216,7 @@ def run_replicas(calls: Sequence[ReplicaCall], link: Link, gauge: ReplicaGauge |
 
     first = None
     try:
-        # leaving the pool waits for every replica, after Ctrl-C too: none runs on while its caller
-        # cleans up
-        with ThreadPoolExecutor(len(calls), thread_name_prefix="replica") as pool:
-            wait([pool.submit(work, index) for index in range(len(calls))])
+        threads.run({call.position: partial(work, index) for index, call in enumerate(calls)})
         first = next((error for error in errors if error is not None), None)
         if first is not None:
             raise first

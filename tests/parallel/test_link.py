@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from splittune.parallel import Link, TorchLink
-from splittune.parallel.link import buckets_of, flatten, unflatten
+from splittune.parallel.link import buckets_of, flatten, strides_as, unflatten
 from splittune.parallel.transfer import broadcast, copy_to_each, gather, send
 from tests.parallel.models import CPU, ThreadedLink
 
@@ -42,7 +42,7 @@ class Recorded(TorchLink):
         return arrived
 
     def empty(self, shape: Any, like: Tensor, place: Any) -> Tensor:
-        return torch.empty(tuple(shape), dtype=like.dtype)
+        return torch.empty_strided(tuple(shape), strides_as(like, shape), dtype=like.dtype)
 
     def on(self, place: Any) -> Any:
         return super().on(CPU)
@@ -65,7 +65,7 @@ def test_what_cannot_be_joined_travels_alone() -> None:
     tensors = [
         torch.ones(2),
         torch.ones(2, dtype=torch.float64),
-        torch.ones(2, 3).t(),
+        torch.ones(2, 3)[:, :2],
         torch.ones(2).to_sparse(),
         torch.ones(2).as_subclass(Own),
         floats(1),
@@ -93,6 +93,28 @@ def test_every_tensor_arrives_once(parts: list[tuple[list[int], torch.dtype]], l
             assert torch.equal(arrived, sent)
 
 
+STORED = st.sampled_from([[0, 1, 2, 3], [0, 2, 3, 1], [3, 2, 1, 0], [1, 0, 3, 2]])
+
+
+@given(parts=st.lists(st.tuples(st.tuples(*[st.integers(1, 3)] * 4), STORED, DTYPES), min_size=2, max_size=6))
+def test_what_travels_together_keeps_its_format_and_is_aligned(parts: Any) -> None:
+    """However dimensions are stored, channels last say, tensors of a dtype are one copy; each begins at 256 bytes."""
+    tensors = []
+    for shape, order, dtype in parts:
+        stored = torch.randn([shape[place] for place in order]).to(dtype)
+        tensors.append(stored.permute([order.index(place) for place in range(4)]))
+    buckets = buckets_of(tensors)
+    assert len(buckets) == len({tensor.dtype for tensor in tensors})
+    for bucket in buckets:
+        members = [tensors[index] for index in bucket]
+        flat = flatten(members)
+        for arrived, sent in zip(unflatten(flat, members), members, strict=True):
+            assert torch.equal(arrived, sent)
+            assert arrived.stride() == sent.stride()
+            if len(members) > 1:
+                assert (arrived.data_ptr() - flat.data_ptr()) % 256 == 0
+
+
 def test_copies_of_a_bucket_may_be_changed_one_by_one() -> None:
     """Tensors that travelled together are independent: in-place changes show in no other, nor in the original."""
     originals = [torch.zeros(2), torch.zeros(3)]
@@ -101,6 +123,24 @@ def test_copies_of_a_bucket_may_be_changed_one_by_one() -> None:
     assert (left.tolist(), right.tolist(), originals[0].tolist()) == ([1, 1], [0, 0, 0], [0, 0])
     assert left._version == 1
     assert right._version == 0
+
+
+def test_strides_example() -> None:
+    """The docstring's worked number: images stored channels last, more of them."""
+    like = torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert strides_as(like, (5, 3, 4, 4)) == (48, 1, 12, 3)
+    assert strides_as(torch.empty(2, 3).expand(2, 2, 3), (5, 2, 3)) == (6, 3, 1)
+
+
+@pytest.mark.parametrize("formats", [(torch.channels_last,) * 2, (torch.contiguous_format, torch.channels_last)])
+def test_joined_images_have_the_format_of_their_parts(formats: tuple[torch.memory_format, ...]) -> None:
+    """As torch.cat's result: channels last if all of them are, and so is what backward sends back."""
+    chunks = [torch.randn(2, 3, 4, 4).to(memory_format=each).requires_grad_() for each in formats]
+    joined = gather(chunks, Recorded(), 1, 0)
+    assert torch.equal(joined, torch.cat(chunks))
+    assert joined.stride() == torch.cat(chunks).stride()
+    joined.square().sum().backward()
+    assert all(chunk.grad.stride() == chunk.stride() for chunk in chunks)
 
 
 # send
@@ -185,13 +225,13 @@ def test_constants_are_broadcast_as_constants() -> None:
 
 
 def test_parameters_travel_in_buckets() -> None:
-    """A hundred small parameters are one copy to each device, and one copy back from each."""
+    """A hundred small parameters are one copy to each device, every 256 bytes one, and one copy back from each."""
     link = Recorded()
     parameters = [torch.ones(3, requires_grad=True) for _ in range(100)]
     copies = broadcast(parameters, link, [0, 1])
-    assert link.copied == [300, 300]
+    assert link.copied == [99 * 64 + 3] * 2
     torch.stack([copy for on_device in copies for copy in on_device]).square().sum().backward()
-    assert link.copied == [300] * 4
+    assert link.copied == [99 * 64 + 3] * 2 + [300] * 2
     assert all(parameter.grad.tolist() == [4, 4, 4] for parameter in parameters)
 
 

@@ -277,12 +277,15 @@ def test_forward_hooks_run_in_every_replica() -> None:
 @pytest.mark.parametrize("link", [None, ThreadedLink(3)], ids=["one thread", "threads"])
 @pytest.mark.parametrize("trains", [True, False])
 def test_nothing_is_kept_after_a_step(link: Link | None, trains: bool) -> None:
-    """Replicas, their tensors and activations are gone with the output: no reference cycle holds them."""
+    """Replicas, their tensors and activations are gone with the output: no reference cycle holds them.
+
+    Parameters that were copied out for an evaluation serve the next one.
+    """
     born: list[weakref.ref[Any]] = []
 
     def forward(module: Call, x: Tensor) -> Tensor:
         hidden = torch.tanh(x * module.scale)
-        born.extend(map(weakref.ref, (module, module.scale, x, hidden)))
+        born.extend(map(weakref.ref, (module, x, hidden, *([module.scale] if trains else []))))
         return hidden * 2
 
     module = Call(forward)
@@ -294,7 +297,7 @@ def test_nothing_is_kept_after_a_step(link: Link | None, trains: bool) -> None:
         del output
         alive = [ref() for ref in born]
         assert {id(thing) for thing in alive if thing is not None} <= {id(module), id(module.scale)}
-    assert len(born) == 12
+    assert len(born) == (12 if trains else 9)
 
 
 @pytest.mark.parametrize("link", [None, ThreadedLink(3)], ids=["one thread", "threads"])

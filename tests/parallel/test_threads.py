@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
+import pickle
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,14 +19,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  as everybody writes it
 
 from splittune.parallel import BalancedDataParallel, Link
+from splittune.parallel.data_parallel import Engine
 from tests.parallel.models import Call, ThreadedLink, assert_same, mlp, vectors
+from tests.processes import DEADLINE_S, assert_ends
 
 LINKS = pytest.mark.parametrize("link", [None, ThreadedLink(3)], ids=["one thread", "threads"])
 
 
-def wrap(module: nn.Module, *shard_sizes: int, link: Link | None = None) -> BalancedDataParallel:
+def wrap(
+    module: nn.Module, *shard_sizes: int, link: Link | None = None, engine: Engine = "window"
+) -> BalancedDataParallel:
     return BalancedDataParallel(
-        module=module, shard_sizes=shard_sizes, device_ids=["cpu"] * len(shard_sizes), link=link
+        module=module, shard_sizes=shard_sizes, device_ids=["cpu"] * len(shard_sizes), link=link, engine=engine
     )
 
 
@@ -55,15 +65,126 @@ def test_every_replica_has_a_thread_of_its_own() -> None:
         return x
 
     assert wrap(Call(forward), 2, 0, 1, 1, link=ThreadedLink(4))(torch.arange(4)).tolist() == [0, 1, 2, 3]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
 
 
-def test_one_replica_runs_in_the_calling_thread() -> None:
-    """No thread is made where there is nothing to overlap."""
-    names: list[str] = []
-    model = wrap(Call(lambda module, x: names.append(threading.current_thread().name) or x), 0, 2, link=ThreadedLink(2))
-    model(torch.ones(2))
-    assert names == [threading.current_thread().name]
+def noting(threads: list[int]) -> Call:
+    """A module that notes which thread each of its forwards runs in."""
+    return Call(lambda module, x: threads.append(threading.get_ident()) or x * module.scale)
+
+
+def replica_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("replica ")]
+
+
+@pytest.mark.parametrize("engine", ["window", "torch"])
+def test_a_position_has_one_thread_for_good(engine: Engine) -> None:
+    """What libraries keep for a thread is found again: later forwards make no thread, a lone replica's neither."""
+    used: list[int] = []
+    model = wrap(noting(used), 0, 2, 1, link=ThreadedLink(3), engine=engine)
+    for _ in range(3):
+        model(torch.ones(3)).sum().backward()
+    model(torch.ones(1))  # on position 1 alone
+    with torch.no_grad():
+        model(torch.ones(3))
+    assert len(used) == 9
+    assert len(set(used)) == 2
+    assert threading.get_ident() not in used
+
+
+def test_a_wrapper_of_one_device_runs_in_the_calling_thread() -> None:
+    """There is nothing to overlap, and the module itself runs as it would alone."""
+    used: list[int] = []
+    wrap(noting(used), 2, link=ThreadedLink(1))(torch.ones(2))
+    assert used == [threading.get_ident()]
+
+
+def test_threads_end_with_the_wrapper() -> None:
+    """They are no leak, and neither is what they have run: no garbage collector is needed."""
+    before = set(replica_threads())
+    module = noting([])
+    model = wrap(module, 1, 1, link=ThreadedLink(2))
+    gc.disable()
+    try:
+        output = model(torch.ones(2))
+        threads = set(replica_threads()) - before
+        assert len(threads) == 2
+        dead = weakref.ref(output)
+        del output
+        assert dead() is None
+        del model
+        for thread in threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_makes_threads_of_its_own(copied: Callable[[Any], Any]) -> None:
+    """A copied or unpickled wrapper computes the same, in threads that are not the original's."""
+    model = BalancedDataParallel(module=mlp(), shard_sizes=(1, 2), device_ids=["cpu", "cpu"])
+    twin, batch = copied(model), vectors(3)
+    assert torch.equal(model(batch), twin(batch))
+    assert twin._threads is not model._threads
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_makes_threads_of_its_own() -> None:
+    """After a fork the parent's threads are gone: the child's call does not wait for them."""
+    model, batch = wrap(mlp(), 1, 2, link=ThreadedLink(2)), vectors(3)
+    with torch.no_grad():
+        expected = model(batch)
+        child = os.fork()
+        if not child:
+            is_same = torch.equal(model(batch), expected)
+            os._exit(0 if is_same else 1)
+    assert_ends(child)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_two_callers_without_gradients_take_turns() -> None:
+    """Serving threads that share a wrapper wait for one another, and each gets its own answer."""
+    model = wrap(mlp(), 1, 2, link=ThreadedLink(2))
+    batches = [vectors(3) + number for number in range(8)]
+    with torch.no_grad():
+        expected = [model.module(batch) for batch in batches]
+
+    def answer(batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(batch)
+
+    with ThreadPoolExecutor(4) as callers:
+        for got, right in zip(callers.map(answer, batches), expected, strict=True):
+            assert torch.allclose(got, right)
+
+
+def test_two_callers_with_gradients_are_refused() -> None:
+    """Both would add to the same gradients: the second is told so at once, and the first is not disturbed."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def forward(module: Call, x: Tensor) -> Tensor:
+        entered.set()
+        leave.wait(DEADLINE_S)
+        return x * module.scale
+
+    model = wrap(Call(forward), 1, 1, link=ThreadedLink(2))
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(model, torch.ones(2))
+        entered.wait(DEADLINE_S)
+        with pytest.raises(RuntimeError, match="two threads at once"):
+            model(torch.ones(2))
+        leave.set()
+        assert first.result().tolist() == [1, 1]
+
+
+def test_a_replica_that_calls_the_wrapper_is_told() -> None:
+    """It would wait for itself: an error says what was called by what."""
+    holder: list[BalancedDataParallel] = []
+    model = wrap(Call(lambda module, x: holder[0](x)), 1, 1, link=ThreadedLink(2))
+    holder.append(model)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="called by one of its own replicas"):
+        model(torch.ones(2))
 
 
 @LINKS

@@ -19,6 +19,7 @@ from splittune.hardware.virtual.catalog import GPUS, GpuModel
 from splittune.hardware.virtual.ledger import Ledger
 from splittune.parallel import BalancedDataParallel
 from splittune.parallel.compiled import as_written
+from splittune.parallel.link import strides_as
 from splittune.split import BatchSplit
 from splittune.units import MIB, format_bytes
 
@@ -283,7 +284,7 @@ class VirtualLink:
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
         with self.on(place):
-            return torch.empty(tuple(shape), dtype=like.dtype)
+            return torch.empty_strided(tuple(shape), strides_as(like, shape), dtype=like.dtype)
 
     def on(self, place: Any) -> AbstractContextManager[Any]:
         ledger = self._hardware._ledger

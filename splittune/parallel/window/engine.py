@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from splittune.errors import WindowError
 from splittune.parallel.link import Link
 from splittune.parallel.nesting import tensors_of
-from splittune.parallel.transfer import add_to_home, plus
+from splittune.parallel.transfer import Sums, add_to_home, plus
 from splittune.parallel.window.partial_gradients import PartialGradient, Verdict, has_hooks, show
 from splittune.parallel.window.replica_copies import ModuleState, ReplicaCopies
-from splittune.parallel.window.replica_leaves import ReplicaLeaves
+from splittune.parallel.window.replica_gradients import ReplicaGradients
 
 # Private, and what DistributedDataParallel and FSDP end their backward with. A test in
 # tests/parallel/window/test_engine.py says so should it change.
@@ -42,7 +42,7 @@ class WindowState(Enum):
     """Where an accumulation window stands, told by what the engine holds."""
 
     CLOSED = auto()
-    """No window. Copies, if there are any, belong to the graphs of their forwards."""
+    """No window. What a graph needs of its forward's copies it holds itself."""
     COPIED = auto()
     """A forward under `no_sync` has run. Its copies are kept; no replica holds a gradient."""
     PARTIAL = auto()
@@ -52,8 +52,17 @@ class WindowState(Enum):
     """A backward pass runs, or has raised: such a one never comes to its end."""
 
 
+class Replicas(NamedTuple):
+    """What a forward runs on."""
+
+    trees: dict[int, nn.Module]
+    """The module to run, by position."""
+    gradients: ReplicaGradients
+    """Where their gradients will arrive."""
+
+
 class WindowEngine:
-    """Replicas whose parameters are leaves on their own devices.
+    """Replicas whose gradients wait on their own devices.
 
     A window is the forwards and backwards that make one optimizer step. Its first forward copies
     the parameters out. Each backward leaves the gradients with the replicas. The last one, the one
@@ -84,9 +93,11 @@ class WindowEngine:
                            graph; stays    close the window
     forward in a backward  -               -               -                 as CLOSED or COPIED,
     (a checkpoint's)                                                         nothing is judged
-    forward, no_grad       copies for this call alone; nothing is judged, no state changes
+    forward, no_grad       copies of the last such call, or new ones if the module has changed since;
+                           nothing is judged, no state changes
     backward begins, at    to BACKWARD     to BACKWARD     judged; then to   nothing: another
-    an output or a leaf                                    BACKWARD          device's thread
+    an output or with a                                    BACKWARD          device's thread
+    gradient that arrives
     backward ends,         -               -               -                 parts are shown; to
     no_sync                                                                  PARTIAL
     backward ends, last    -               -               -                 sum delivered; to
@@ -102,6 +113,9 @@ class WindowEngine:
     How what is shown is judged stands with `partial_gradients.judge`; misuse discards the window
     and raises WindowError.
 
+    A device holds one copy of the parameters at most: the window's, or the last evaluation's, until
+    the next forward that records gradients.
+
     Nothing is ever reused in silence after it may have changed: copies serve one window only, and
     within it they are made anew when a parameter, a buffer, a mode or the module tree has changed.
     What is written through ``.data`` moves no version counter: within a window that is not seen,
@@ -113,7 +127,8 @@ class WindowEngine:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._kept: list[ReplicaCopies] = []  # the open window's: their gradients outlive their graphs
-        self._live: weakref.WeakSet[ReplicaLeaves] = weakref.WeakSet()
+        self._evaluated: ReplicaCopies | None = None  # by the latest forward, if it recorded no gradients
+        self._live: weakref.WeakSet[ReplicaGradients] = weakref.WeakSet()
         self._in_backward = False
         self._partials: list[PartialGradient] = []
         self._lock = threading.Lock()  # backward has a thread for each device
@@ -127,7 +142,7 @@ class WindowEngine:
             return WindowState.PARTIAL
         return WindowState.COPIED if self._kept else WindowState.CLOSED
 
-    def copy_out(self, positions: Sequence[int], link: Link, *, last: bool) -> ReplicaCopies:
+    def copy_out(self, positions: Sequence[int], link: Link, *, last: bool) -> Replicas:
         """Replicas for these positions, their parameters as the module's are now.
 
         `last` says that the backward of this forward ends the window.
@@ -136,67 +151,86 @@ class WindowEngine:
             WindowError: the open window was misused; it is discarded, and the next call begins
                 anew.
         """
-        records = torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            return self._copy_out_to_evaluate(positions, link)
         # within a graph task a checkpoint around the wrapper recomputes it
-        if records and torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() == -1:
             self._check_window()
+        self._evaluated = None
         state = ModuleState.of(self._module)
-        copies = self._kept[-1] if self._kept and records else None
+        copies = self._kept[-1] if self._kept else None
         if copies is None or copies.state.fixed != state.fixed or not copies.positions.issuperset(positions):
-            copies = self._new_copies(link, positions if copies is None else copies.positions | {*positions})
+            before = () if copies is None else copies.positions
+            copies = ReplicaCopies(self._module, link, {*positions, *before}, partial(_on_arrival, weakref.ref(self)))
+            self._live.add(copies.gradients)
         elif copies.home_was_idle or copies.state.buffers != state.buffers:
-            copies.renew_buffers(self._module, link)
+            copies.renew_buffers(self._module, link, state)
         # Then a replica's buffers are written back to the module's, through .data, and no other
         # replica has them.
         copies.home_was_idle = 0 not in positions
-        if records:
-            copies.leaves.is_last = last
-            # Kept for the window alone. Otherwise the graph keeps them, and the next forward copies
-            # again.
-            if (self._kept or not last) and copies not in self._kept:
-                self._kept.append(copies)
-        return copies
+        copies.gradients.is_last = last
+        # Kept for the window alone. Otherwise the forward's graph has what it needs, and the next
+        # forward copies again.
+        if (self._kept or not last) and copies not in self._kept:
+            self._kept.append(copies)
+        return Replicas(copies.trees, copies.gradients)
 
-    def watch(self, output: Any, copies: ReplicaCopies) -> None:
+    def _copy_out_to_evaluate(self, positions: Sequence[int], link: Link) -> Replicas:
+        """New trees around the copies of the forward before, while nothing has changed and nothing is trained."""
+        state = ModuleState.of(self._module)
+        copies, is_inference = self._evaluated, torch.is_inference_mode_enabled()
+        if (
+            copies is None
+            or copies.state.fixed != state.fixed
+            or copies.is_inference != is_inference
+            or not copies.positions.issuperset(positions)
+        ):
+            # not beside the old ones
+            self._evaluated = copies = None
+            self._evaluated = copies = ReplicaCopies(self._module, link, positions)
+        elif copies.home_was_idle or copies.state.buffers != state.buffers:
+            copies.renew_buffers(self._module, link, state)
+        copies.home_was_idle = 0 not in positions
+        return Replicas(copies.take_trees(self._module), copies.gradients)
+
+    def watch(self, output: Any, gradients: ReplicaGradients) -> None:
         """Have the backward through `output` end with the gradients home, or kept for later."""
         for _, tensor in tensors_of(output):
             if tensor.requires_grad:
-                # It holds the copies, so that they live as long as the graph that leaves gradients
-                # with them.
-                tensor.register_hook(partial(_on_backward, self, copies, copies.leaves.is_last))
+                tensor.register_hook(partial(_on_backward, self, gradients, gradients.is_last))
 
     def discard(self) -> None:
         """Drop the open window: copies, the gradients with the replicas, what is shown of them."""
         self._hide_partial_gradients()
-        for leaves in list(self._live):
-            leaves.drop_gradients()
+        for gradients in list(self._live):
+            gradients.drop()
         self._close()
 
-    def begin_backward(self, leaves: ReplicaLeaves, last: bool) -> None:
+    def begin_backward(self, gradients: ReplicaGradients, last: bool) -> None:
         """Called as a backward pass begins; its end is `end_backward`."""
         with self._lock:
             if self.state is not WindowState.BACKWARD:
                 self._in_backward = True
                 self._judge_partial_gradients(in_backward=True)
-            leaves.graph_task = torch._C._current_graph_task_id()
-        _queue_callback(partial(self.end_backward, last, held=leaves.alive()))
+            gradients.graph_task = torch._C._current_graph_task_id()
+        _queue_callback(partial(self.end_backward, last, held=gradients))
 
-    def arrive(self, leaves: ReplicaLeaves) -> None:
-        """Called as a gradient arrives at a leaf.
+    def arrive(self, gradients: ReplicaGradients) -> None:
+        """Called before gradients are taken.
 
         Where the backward did not come through an output, that of a gradient penalty say, it begins
         here.
         """
-        if leaves.graph_task != torch._C._current_graph_task_id():
-            self.begin_backward(leaves, leaves.is_last)
+        if gradients.graph_task != torch._C._current_graph_task_id():
+            self.begin_backward(gradients, gradients.is_last)
 
-    def end_backward(self, last: bool, *, held: Sequence[Tensor]) -> None:
+    def end_backward(self, last: bool, *, held: ReplicaGradients) -> None:
         """Called once a backward pass has ended, for each of its outputs.
 
         If it raises, the pass counts as failed.
 
-        `held` is not read. The graph that held the leaves is freed as the pass goes on: as this
-        call's argument they live until their gradients have been taken.
+        `held` is not read. The graph that held it is freed as the pass goes on: as this call's
+        argument it lives until its gradients have been taken.
         """
         with torch.no_grad():
             self._hide_partial_gradients()
@@ -207,28 +241,28 @@ class WindowEngine:
                 self._partials = show(list(self._live))
         self._in_backward = False
 
-    def _new_copies(self, link: Link, positions: Iterable[int]) -> ReplicaCopies:
-        copies = ReplicaCopies(self._module, link, positions)
-        self._live.add(copies.leaves)
-        if torch.is_grad_enabled():
-            copies.leaves.on_arrival(partial(_on_arrival, weakref.ref(self)))  # weak: the engine holds these leaves
-        return copies
-
     def _close(self) -> None:
         self._kept, self._partials, self._in_backward = [], [], False
 
     def _bring_home(self) -> None:
-        totals: dict[int, tuple[Tensor, Tensor | None]] = {}
-        for leaves in list(self._live):
-            so_far = [totals.get(id(original), (original, None))[1] for original in leaves.originals]
-            for index, grad in enumerate(leaves.take_gradients_at_home()):
-                if grad is not None:
-                    so_far[index] = plus(so_far[index], grad)
-            add_to_home(leaves.take_gradients_elsewhere(), leaves.link, leaves.home, so_far)
-            totals.update((id(o), (o, total)) for o, total in zip(leaves.originals, so_far, strict=True))
-        for original, total in totals.values():
-            if total is not None:
-                _deliver(original, total.detach() if total.requires_grad else total)
+        every_gradients = list(self._live)
+        originals = list({id(o): o for gradients in every_gradients for o in gradients.originals}.values())
+        index_of = {id(original): index for index, original in enumerate(originals)}
+        totals = Sums(len(originals))
+        for gradients in every_gradients:
+            indices = [index_of[id(original)] for original in gradients.originals]
+            for position, sums in gradients.hand_over():
+                if position == 0:
+                    with gradients.link.on(gradients.home):
+                        totals.add_sums(indices, sums)
+                else:
+                    add_to_home(position, sums.values, gradients.link, gradients.home, totals, indices)
+        for gradients in every_gradients[:1]:
+            with gradients.link.on(gradients.home):
+                for index, original in enumerate(originals):
+                    total = totals.own(index)
+                    if total is not None:
+                        _deliver(original, total)
 
     def _hide_partial_gradients(self) -> None:
         for each in self._partials:
@@ -256,25 +290,25 @@ class WindowEngine:
             if verdict is Verdict.KEPT:
                 kept.append(each)
             elif verdict is Verdict.DROPPED:
-                for leaves in list(self._live):  # what the other devices hold goes as well
-                    leaves.drop_gradients(each.parameter)
+                for gradients in list(self._live):  # what the other devices hold goes as well
+                    gradients.drop(each.parameter)
             else:
                 self.discard()
                 raise WindowError(_MISUSES[verdict])
         if self._partials and not kept:
-            for leaves in list(self._live):  # and what nothing is shown of
-                leaves.drop_gradients()
+            for gradients in list(self._live):  # and what nothing is shown of
+                gradients.drop()
         self._partials = kept
 
 
-def _on_backward(engine: WindowEngine, copies: ReplicaCopies, last: bool, _grad: Tensor) -> None:
-    engine.begin_backward(copies.leaves, last)
+def _on_backward(engine: WindowEngine, gradients: ReplicaGradients, last: bool, _grad: Tensor) -> None:
+    engine.begin_backward(gradients, last)
 
 
-def _on_arrival(engine_ref: weakref.ref[WindowEngine], leaves: ReplicaLeaves) -> None:
+def _on_arrival(engine_ref: weakref.ref[WindowEngine], gradients: ReplicaGradients) -> None:
     engine = engine_ref()
     if engine is not None:
-        engine.arrive(leaves)
+        engine.arrive(gradients)
 
 
 def _deliver(original: Tensor, total: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from splittune.parallel.window.replica_copies import version_of
-from splittune.parallel.window.replica_leaves import ReplicaLeaves
+from splittune.parallel.window.replica_gradients import ReplicaGradients
 
 
 class Shown(Enum):
@@ -102,7 +102,7 @@ def judge(
     return Verdict.KEPT if in_backward else Verdict.RESCALED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # frozen ones take three times as long to make
 class PartialGradient:
     """What one parameter shows once a backward inside a window has ended."""
 
@@ -128,9 +128,12 @@ class PartialGradient:
 
     def verdict(self, *, in_backward: bool) -> Verdict:
         """`judge`, of what is there now."""
+        parameter_changed, found = version_of(self.parameter) != self.parameter_version, self.found
+        if found is Found.UNTOUCHED and not parameter_changed:  # as it nearly always is, and there are many
+            return Verdict.KEPT
         return judge(
-            parameter_changed=version_of(self.parameter) != self.parameter_version,
-            found=self.found,
+            parameter_changed=parameter_changed,
+            found=found,
             shown=self.shown,
             is_sparse=self.grad.layout != torch.strided,
             in_backward=in_backward,
@@ -145,29 +148,33 @@ class PartialGradient:
             self.parameter.grad = None
 
 
-def show(every_leaves: Iterable[ReplicaLeaves]) -> list[PartialGradient]:
+def show(every_gradients: Iterable[ReplicaGradients]) -> list[PartialGradient]:
     """Let each parameter that a replica holds a gradient of show the first device's part of it.
 
     One that is no leaf, as a buffer that learned before it was moved, has no gradient to show: its
     own backward brings that to the leaf once the window ends.
     """
     partials: dict[int, PartialGradient] = {}
-    for leaves in every_leaves:
-        for index, original in enumerate(leaves.originals):
-            if original.is_leaf and id(original) not in partials and leaves.has_gradient(index):
-                partials[id(original)] = _show_one(original, leaves.at_home(index))
+    for gradients in every_gradients:
+        for index, original in enumerate(gradients.originals):
+            if original.is_leaf and id(original) not in partials and gradients.has_gradient(index):
+                partials[id(original)] = _show_one(gradients, index)
     return list(partials.values())
 
 
-def _show_one(original: Tensor, leaf: Tensor | None) -> PartialGradient:
-    before, own = original.grad, None if leaf is None else leaf.grad
+def _show_one(gradients: ReplicaGradients, index: int) -> PartialGradient:
+    original, own = gradients.originals[index], gradients.at_home(index)
+    before = original.grad
     # A sparse gradient is not added to in place, and hooks want the window's own gradient by
     # itself.
     grows = before is None or (before.layout == torch.strided and not has_hooks(original))
     shown = Shown.USERS
-    if leaf is not None and own is not None and own.layout == torch.strided and grows:
-        original.grad = leaf.grad = own if before is None else before.add_(own)
+    if own is not None and own.layout == torch.strided and grows:
         shown = Shown.REPLICA_0
+        if before is None:
+            original.grad = gradients.own_at_home(index)
+        else:
+            gradients.put_at_home(index, before.add_(own))
     elif before is None:
         original.grad = torch.zeros_like(original if own is None else own)
         shown = Shown.ZEROS

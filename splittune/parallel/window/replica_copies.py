@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from splittune.parallel.link import Link
-from splittune.parallel.replicas import hook_tables_of, rebuild, unique_tensors
+from splittune.parallel.link import Link, buckets_of, flatten, unflatten
+from splittune.parallel.replicas import HOOK_TABLES, rebuild, unique_tensors
 from splittune.parallel.transfer import copy_to_each
-from splittune.parallel.window.replica_leaves import ReplicaLeaves
+from splittune.parallel.window.replica_gradients import Arrival, ReplicaGradients
+
+# What every module has: tables, whose contents are looked at, and constants.
+_TABLES = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,17 @@ class ModuleState:
     def of(cls, module: nn.Module) -> ModuleState:
         """Versions and storages of tensors, and the identity of all that hangs on the modules."""
         parts: list[Any] = []
+        parameters: list[Tensor] = []
+        buffers: list[Tensor] = []
         for child in module.modules():
-            hooks = [hook for table in hook_tables_of(child).values() for hook in table.values()]
-            parts += [child, *child.__dict__.values(), *child._modules.values(), *hooks]
-        parameters, buffers = tuple(module.parameters()), tuple(module.buffers())
+            parts.append(child)
+            parts += [value for name, value in child.__dict__.items() if name not in _TABLES]
+            parts += child._modules.values()
+            for name in HOOK_TABLES:
+                if table := child.__dict__.get(name):
+                    parts += table.values()
+            parameters += [parameter for parameter in child._parameters.values() if parameter is not None]
+            buffers += [buffer for buffer in child._buffers.values() if buffer is not None]
         learning = tuple((id(p), *version_of(p), p.requires_grad) for p in parameters)
         return cls(
             fixed=(learning, *map(id, parts)),
@@ -55,12 +66,15 @@ def version_of(tensor: Tensor) -> tuple[Any, ...]:
 class ReplicaCopies:
     """The copies that one or several forwards of a window run on.
 
-    Position 0 is where the module lives: its parameters there are leaves of their own on the
-    module's storage.
+    Position 0 is where the module lives: the replica there works on the module's storage, and its
+    gradients are told apart all the same.
     """
 
-    def __init__(self, module: nn.Module, link: Link, positions: Iterable[int]) -> None:
+    def __init__(
+        self, module: nn.Module, link: Link, positions: Iterable[int], on_arrival: Arrival | None = None
+    ) -> None:
         self.home_was_idle = False
+        self.is_inference = torch.is_inference_mode_enabled()
         self.positions = frozenset(positions)
         parameters, buffers = unique_tensors(module.parameters()), unique_tensors(module.buffers())
         originals = [*parameters, *(buffer for buffer in buffers if buffer.requires_grad)]
@@ -69,30 +83,107 @@ class ReplicaCopies:
             moved = copy_to_each(originals, link, self._elsewhere)
             copied = dict(zip(self._elsewhere, moved, strict=True))
             if 0 in self.positions:
-                copied[0] = [original.detach() for original in originals]
-        self._held = {
-            position: [_leaf(copy, original) for copy, original in zip(tensors, originals, strict=True)]
-            for position, tensors in copied.items()
-        }
-        self.leaves = ReplicaLeaves(originals, self._held, link)
+                copied[0] = [original.detach() for original in originals]  # and no copies
+        self.gradients = ReplicaGradients(originals, self.positions, link, on_arrival)
+        if torch.is_grad_enabled():
+            copied = {position: self.gradients.as_parameters(position, own) for position, own in copied.items()}
+        self._parameters = copied
         self.trees: dict[int, nn.Module] = {}
-        self.renew_buffers(module, link)
-
-    def renew_buffers(self, module: nn.Module, link: Link) -> None:
-        """Copy the buffers out again, and build the trees around them.
-
-        At home they are the module's own.
-        """
-        buffers = [buffer for buffer in unique_tensors(module.buffers()) if not buffer.requires_grad]
-        copies = dict(zip(self._elsewhere, copy_to_each(buffers, link, self._elsewhere), strict=True))
-        copies[0] = buffers
-        for position, leaves in self._held.items():
-            pairs = zip([*self.leaves.originals, *buffers], [*leaves, *copies[position]], strict=True)
-            self.trees[position] = rebuild(module, {id(original): copy for original, copy in pairs})
+        self._rebuild(module, link)
         self.state = ModuleState.of(module)
 
+    def renew_buffers(self, module: nn.Module, link: Link, state: ModuleState) -> None:
+        """Copy the buffers out again, for a module that is in this state now.
 
-def _leaf(copied: Tensor, original: Tensor) -> Tensor:
-    if isinstance(original, nn.Parameter):
-        return nn.Parameter(copied, requires_grad=original.requires_grad)
-    return copied.requires_grad_(original.requires_grad)
+        Where all that changed are statistics of BatchNorm in training, new values are written over
+        the copies that are there: such statistics are part of no gradient, and BatchNorm's own
+        update is not seen by autograd either. Around other buffers the trees are built anew, for a
+        graph may have saved the old ones.
+        """
+        if self._may_differ_by_statistics_alone(module, state):
+            self._statistics.renew()
+        else:
+            self._rebuild(module, link)
+        self.state = state
+
+    def take_trees(self, module: nn.Module) -> dict[int, nn.Module]:
+        """The trees, for one forward alone: the next one gets new ones, and what this one sets on them is gone."""
+        if not self.trees:
+            self._build_trees(module)
+        trees, self.trees = self.trees, {}
+        return trees
+
+    def _rebuild(self, module: nn.Module, link: Link) -> None:
+        """New copies of the buffers, and trees around them; at home they are the module's own."""
+        buffers = {id(buffer): buffer for buffer in module.buffers() if not buffer.requires_grad}
+        statistics = {id(buffer): buffer for buffer in _statistics_of(module) if id(buffer) in buffers}
+        others = [buffer for buffer in buffers.values() if id(buffer) not in statistics]
+        self._buffers = {0: [*statistics.values(), *others]}
+        self._statistics = Statistics(list(statistics.values()), link, self._elsewhere)
+        copied = copy_to_each(others, link, self._elsewhere)
+        for position, own, copies in zip(self._elsewhere, self._statistics.copies, copied, strict=True):
+            self._buffers[position] = [*own, *copies]
+        self._build_trees(module)
+
+    def _build_trees(self, module: nn.Module) -> None:
+        originals = [*self.gradients.originals, *self._buffers[0]]
+        for position, parameters in self._parameters.items():
+            copies = [*parameters, *self._buffers[position]]
+            self.trees[position] = rebuild(module, dict(zip(map(id, originals), copies, strict=True)))
+
+    def _may_differ_by_statistics_alone(self, module: nn.Module, state: ModuleState) -> bool:
+        """Whether the same buffers are there, and all but statistics are as they were copied."""
+        if len(state.buffers) != len(self.state.buffers) or not self._statistics.are(_statistics_of(module)):
+            return False
+        own = {id(buffer) for buffer in self._statistics.originals}
+        if self.home_was_idle and len(own) < len(self._buffers[0]):
+            return False  # a replica's were written to the module's without a trace
+        return all(
+            now == before or (now[0] == before[0] and now[0] in own)
+            for now, before in zip(state.buffers, self.state.buffers, strict=True)
+        )
+
+
+class Statistics:
+    """BatchNorm's statistics, and copies of them that are written over: they lie in a few flat tensors."""
+
+    def __init__(self, originals: list[Tensor], link: Link, positions: Sequence[int]) -> None:
+        self.originals, self._link, self._positions = originals, link, positions
+        self._shapes = [original.shape for original in originals]
+        self.copies: list[list[Tensor]] = [[None] * len(originals) for _ in positions]  # type: ignore[list-item]
+        """By position, then as `originals`."""
+        self._buckets: list[tuple[list[Tensor], Tensor, list[Tensor], list[Tensor]]] = []
+        with torch.no_grad():
+            for bucket in buckets_of(originals) if positions else []:
+                members = [originals[index] for index in bucket]
+                with link.on(link.place_of(members[0])):
+                    flat = flatten(members).clone() if len(members) == 1 else flatten(members)
+                flats = [link.copy(flat, link.place(position)) for position in positions]
+                for own, there in zip(self.copies, flats, strict=True):
+                    for index, copied in zip(bucket, unflatten(there, members), strict=True):
+                        own[index] = copied
+                self._buckets.append((members, flat, unflatten(flat, members), flats))
+
+    def are(self, statistics: Sequence[Tensor]) -> bool:
+        """Whether these are the originals, with the shapes they had."""
+        return len(statistics) == len(self.originals) and all(
+            now is before and now.shape == shape
+            for now, before, shape in zip(statistics, self.originals, self._shapes, strict=True)
+        )
+
+    def renew(self) -> None:
+        """Write the originals' values over the copies."""
+        with torch.no_grad():
+            for members, flat, parts, flats in self._buckets:
+                with self._link.on(self._link.place_of(members[0])):
+                    torch._foreach_copy_(parts, members)
+                for position, there in zip(self._positions, flats, strict=True):
+                    arrived = self._link.copy(flat, self._link.place(position))
+                    with self._link.on(self._link.place(position)):
+                        there.data.copy_(arrived)
+
+
+def _statistics_of(module: nn.Module) -> list[Tensor]:
+    """The statistics that BatchNorm keeps while it trains, each once."""
+    norms = (child for child in module.modules() if isinstance(child, _BatchNorm) and child.training)
+    return unique_tensors(buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None)

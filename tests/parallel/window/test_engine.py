@@ -60,7 +60,7 @@ def test_virtual_gpus_give_a_windows_gradients(name: str, metered: bool, step: S
 
 def bytes_of_a_step(engine: Engine, accumulation_steps: int) -> list[int]:
     torch.manual_seed(0)
-    model, batch = nn.Linear(40, 30), torch.randn(24, 40)
+    model, batch = nn.Linear(64, 32), torch.randn(24, 64)  # sizes that need no padding
     hardware = resolve_hardware("3xRTX3090")
     micro = 24 // accumulation_steps
     split = BatchSplit(global_batch_size=24, accumulation_steps=accumulation_steps, shard_sizes=(micro // 3,) * 3)
@@ -76,9 +76,143 @@ def test_bytes_over_the_links_do_not_depend_on_the_accumulation_steps() -> None:
     """Parameters and gradients travel once an optimizer step; torch's replication sends them with every micro-batch."""
     once = bytes_of_a_step("window", 1)
     assert bytes_of_a_step("window", 2) == bytes_of_a_step("window", 8) == once
-    parameter_bytes = 4 * (40 * 30 + 30)
+    parameter_bytes = 4 * (64 * 32 + 32)
     eight = bytes_of_a_step("torch", 8)
     assert eight[1] - bytes_of_a_step("torch", 1)[1] == 7 * 2 * parameter_bytes
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("wide", ["parameters", "activations"])
+def test_other_cards_hold_no_more_than_with_torchs_replication(wide: str, accumulation_steps: int) -> None:
+    """Though the loss is kept, their copies are gone after a step; their peaks are torch's with one micro-batch.
+
+    With several a replica keeps the window's gradients, which torch's sends home at once, and adds to them in buckets.
+    """
+    found: dict[str, tuple[list[int], list[int]]] = {}
+    for engine in ("torch", "window"):
+        torch.manual_seed(0)
+        width, rows = (512, 2) if wide == "parameters" else (32, 2048)
+        model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        hardware = resolve_hardware("3xRTX3090")
+        batch = torch.randn(3 * rows * accumulation_steps, width)
+        split = BatchSplit(global_batch_size=len(batch), accumulation_steps=accumulation_steps, shard_sizes=(rows,) * 3)
+        with hardware.metered():
+            wrapped = hardware.wrap(model, split, engine=engine)
+            for _ in range(2):
+                hardware.reset_peaks()
+                for micro in accumulate(wrapped, batch.split(3 * rows)):
+                    loss = wrapped(micro).square().mean()
+                    loss.backward()
+            memory = hardware.memory()
+            allocated = hardware.allocated_bytes()
+        assert loss.isfinite()
+        found[engine] = (list(allocated[1:]), [each.peak_allocated_bytes for each in memory[1:]])
+    sizes = [parameter.nbytes for parameter in model.parameters()]  # less than a bucket
+    held, peaks = found["window"]
+    assert held == found["torch"][0] == [0, 0]
+    spare = 0 if accumulation_steps == 1 else 2 * sum(sizes)
+    assert all(peak <= most + spare for peak, most in zip(peaks, found["torch"][1], strict=True))
+
+
+def test_evaluation_sends_the_parameters_once() -> None:
+    """A second forward without gradients finds them on the devices; after a step they are sent again."""
+    model, batch = nn.Linear(64, 32), torch.randn(6, 64)
+    hardware = resolve_hardware("3xRTX3090")
+    split = BatchSplit(global_batch_size=6, accumulation_steps=1, shard_sizes=(2, 2, 2))
+    parameter_bytes = 4 * (64 * 32 + 32)
+
+    def sent(wrapped: nn.Module) -> int:
+        before = hardware.link_bytes()[1]
+        with torch.no_grad():
+            wrapped(batch)
+        return hardware.link_bytes()[1] - before
+
+    with hardware.metered():
+        wrapped = hardware.wrap(model, split)
+        first, second = sent(wrapped), sent(wrapped)
+        wrapped(batch).sum().backward()
+        with torch.no_grad():
+            model.weight -= model.weight.grad
+        assert (first - second, sent(wrapped) - second, sent(wrapped)) == (parameter_bytes, parameter_bytes, second)
+        with torch.no_grad():
+            assert torch.allclose(wrapped(batch), model(batch), atol=1e-6)
+
+
+def test_what_an_evaluation_sets_on_a_replica_is_gone() -> None:
+    """Copies serve the next evaluation; an attribute that forward assigned does not, as in nn.DataParallel."""
+    found: list[Any] = []
+
+    def forward(module: Call, x: Tensor) -> Tensor:
+        found.append(getattr(module, "last", None))
+        module.last = x
+        return x * module.scale
+
+    model = Call(forward)
+    wrapped = on_the_cpu(model, (0, 1, 1))
+    with torch.no_grad():
+        wrapped(torch.ones(2))
+        wrapped(torch.ones(2))
+    assert found == [None] * 4
+
+
+@pytest.mark.parametrize("wrap", [on_the_cpu, in_threads])
+@pytest.mark.parametrize("order", ["reversed", "retained", "disjoint"])
+def test_a_graph_that_is_left_keeps_what_it_needs(wrap: Callable[..., Any], order: str) -> None:
+    """A window's end takes nothing from another graph: backwards may come in any order, twice, or part by part."""
+    torch.manual_seed(0)
+    model, batch = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]), vectors(6)
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = model
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tanh(self.heads[0](x)), torch.tanh(self.heads[1](x))
+
+    def run(net: nn.Module) -> None:
+        left, right = net(batch)
+        if order == "disjoint":
+            left.square().mean().backward()
+            right.square().mean().backward()
+        elif order == "retained":
+            loss = left.square().mean() + right.square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        else:
+            later = [each.square().mean() for each in net(batch * 2)]
+            sum(later).backward()
+            (left.square().mean() + right.square().mean()).backward()
+
+    plain = Heads()
+    expected_model = copy.deepcopy(plain)
+    run(expected_model)
+    run(wrap(plain, (1, 2, 3)))
+    assert_same(gradients(plain), gradients(expected_model))
+
+
+def test_gradients_that_are_one_tensor_are_not_added_to_twice() -> None:
+    """Autograd hands the same tensor to both terms of a sum: what accumulates in one must not show in the other."""
+    model = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.terms = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.terms[0] + self.terms[1])
+
+    batch = torch.randn(6, 3)
+    plain = Sum()
+    expected_model = copy.deepcopy(plain)
+    expected = whole_batch(expected_model, batch)
+    assert_same(window(on_the_cpu(plain, (1, 1)), batch, [2, 2, 2]), expected)
+    first, second = (term.grad for term in plain.terms)
+    assert first is not None
+    assert second is not None
+    first.zero_()
+    assert second.any()
 
 
 def test_without_no_sync_every_backward_brings_its_gradients_home() -> None:

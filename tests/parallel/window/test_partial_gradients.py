@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from splittune.parallel import TorchLink
 from splittune.parallel.window.partial_gradients import Found, PartialGradient, Shown, Verdict, judge, show
-from splittune.parallel.window.replica_leaves import ReplicaLeaves
+from splittune.parallel.window.replica_gradients import ReplicaGradients
 from tests.parallel.models import CPU
 
 ANY = None
@@ -76,10 +76,10 @@ def test_the_device_is_asked_only_where_it_decides() -> None:
 
 def show_with(model: nn.Module, gradients: dict[int, Tensor]) -> list[PartialGradient]:
     """What is shown when replicas on two devices hold these gradients of the model's one parameter."""
-    held = {position: [nn.Parameter(model.weight.detach().clone())] for position in range(2)}
+    held = ReplicaGradients([model.weight], range(2), TorchLink([CPU, CPU]))
     for position, gradient in gradients.items():
-        held[position][0].grad = gradient
-    return show([ReplicaLeaves([model.weight], held, TorchLink([CPU, CPU]))])
+        held.take(position, [0], [gradient])
+    return show([held])
 
 
 def model() -> nn.Module:
