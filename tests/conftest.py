@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +78,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell without job control starts what it puts in the background with Ctrl-C ignored, and every process started
+    # from there inherits that: a dozen tests press Ctrl-C in themselves or in a process of their own.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--standin"):
         standins.register()  # for the whole process: torch is another one with them
         config.option.markexpr = "standin"
