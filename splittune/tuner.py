@@ -33,6 +33,7 @@ from splittune.search import DEFAULT_SAMPLER, SearchResult, Trial, find_best_spl
 from splittune.split import BatchSplit, SplitSpace
 from splittune.training import TrainingTask
 from splittune.training.loader_rate import describe_slow_loader
+from splittune.training.mean_loss import describe_sum
 from splittune.training.task import OptimizerLike, StepFunction
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,10 @@ def autotune(
         sampler=sampler,
         seed=seed,
     )
-    return tune(runner, options, callback_for(progress))
+    result = tune(runner, options, callback_for(progress))
+    for note in result.notes:  # a script that goes straight on to training shows nothing of the result
+        logger.warning(note)
+    return result
 
 
 def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> TuneResult:
@@ -263,6 +267,7 @@ def _result_of(found: SearchResult, job: JobFacts, headroom: tuple[int, ...], se
         step_time_s=found.best.step_time_s,
         seed=seed,
     )
+    no_mean = describe_sum(found.best.loss_exponent)
     return TuneResult(
         best=found.best,
         baseline=found.baseline,
@@ -270,5 +275,5 @@ def _result_of(found: SearchResult, job: JobFacts, headroom: tuple[int, ...], se
         config=config,
         stopped=found.stopped,
         warnings=found.warnings,
-        notes=() if slow is None else (slow,),
+        notes=tuple(note for note in (no_mean, slow) if note is not None),
     )

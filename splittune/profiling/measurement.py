@@ -67,6 +67,8 @@ class Measurement:
     """How often allocators handed their cache back and tried again in timed phases."""
     notes: tuple[str, ...] = ()
     """What a reader should know of how this measurement came about, a plain sentence each."""
+    loss_exponent: float | None = None
+    """The loss grows as the samples to this power, 0 for a mean, 1 for a sum; None where that is not known."""
 
     def __post_init__(self) -> None:
         times = (*self.micro_step_times_s, *self.update_times_s, *self.whole_step_times_s)
@@ -195,4 +197,5 @@ class Measurement:
             loss_placement=data["loss_placement"],
             num_alloc_retries=data.get("num_alloc_retries", 0),  # absent where an earlier version wrote it
             notes=tuple(data.get("notes", ())),
+            loss_exponent=data.get("loss_exponent"),
         )

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
-import torch
-
 from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory, is_sticky
+from splittune.profiling.autograd_threads import finish_backward
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
 from splittune.profiling.pacing import Pacer
 from splittune.profiling.recorder import Recorder
@@ -70,8 +69,15 @@ class Profiler:
         return measurement
 
     def measure_whole_steps(self, split: BatchSplit) -> Measurement:
-        """Complete optimizer steps of `split`, every micro-batch included: as in training."""
-        return self._trial(split, self._pacer.run_whole_steps)
+        """Complete optimizer steps of `split`, every micro-batch included: as in training.
+
+        Once they are done, the loss is looked at: is it a mean over samples, as training takes it to be?
+        """
+        return self._trial(split, self._run_whole_steps)
+
+    def _run_whole_steps(self, step: TrainingStep, recorder: Recorder) -> None:
+        self._pacer.run_whole_steps(step, recorder)
+        recorder.loss_exponent = step.loss_exponent()
 
     def _trial(self, split: BatchSplit, run: _Run) -> Measurement:
         notes = self._watch.before_trial()
@@ -128,7 +134,7 @@ class Profiler:
         """Empty the devices and put the job back; touch no device that is not usable any more."""
         try:
             if is_usable:
-                finish_backward()
+                finish_backward(self._hardware.devices)
                 self._hardware.recover()
         except RuntimeError as error:  # a kernel's own error may show only now
             is_usable = not is_sticky(error)
@@ -164,12 +170,6 @@ class _TrialState:
     """What was read when it did."""
     throttling: tuple[str, ...] = ()
     is_throttled: bool = False
-
-
-def finish_backward() -> None:
-    """Run an empty backward: with it autograd drops what a failed one has left in this thread."""
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), requires_grad=True).backward()
 
 
 def _describe(error: BaseException, device: int | None) -> str:

@@ -34,6 +34,7 @@ class Recorder:
         self._hardware = hardware
         self.times_s: dict[Phase, list[float]] = defaultdict(list)
         self.notes: list[str] = []
+        self.loss_exponent: float | None = None
         self._busy_s: list[list[float]] = []
         self._num_alloc_retries = 0
         self._memory: dict[Phase, list[tuple[DeviceMemory, ...]]] = defaultdict(list)
@@ -65,7 +66,7 @@ class Recorder:
             del self.times_s[cast("Phase", name)][-count:]
 
     def measurement(self, split: BatchSplit) -> Measurement:
-        """What was recorded of `split`, with outcome `OK`, and what was noted in `notes`.
+        """What was recorded of `split`, with outcome `OK`, and what was noted in `notes` and `loss_exponent`.
 
         Rounds are of at most `KINDS_OF_MICRO_STEP` micro-steps and an update.
         """
@@ -82,6 +83,7 @@ class Recorder:
             device_busy_s=tuple(map(median, zip(*self._busy_s, strict=True))) if self._busy_s else None,
             num_alloc_retries=self._num_alloc_retries,
             notes=tuple(self.notes),
+            loss_exponent=self.loss_exponent,
         )
 
     def _peaks(self) -> tuple[DeviceMemory, ...]:

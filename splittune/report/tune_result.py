@@ -44,7 +44,7 @@ class TuneResult:
     """What the search's models could not explain, in sentences. The emitted split was measured all
     the same, twice, and kept its headroom: they are for whoever looks into the search."""
     notes: tuple[str, ...] = ()
-    """What to see to before training, in sentences: a loader that is too slow."""
+    """What to see to before training, in sentences: a loss that is a sum, a loader that is too slow."""
 
     @property
     def speedup(self) -> float | None:

@@ -37,8 +37,15 @@ class SampleBatch:
         """A batch of `num_samples`: the first of the loader's, over again where it has fewer."""
         if num_samples <= self.batch_size:
             return slice_batch(self.batch, 0, num_samples, batch_size=self.batch_size, listed=self.are_listed)
-        indices = torch.arange(num_samples) % self.batch_size
-        return select_batch(self.batch, indices, batch_size=self.batch_size, listed=self.are_listed)
+        return self._of(torch.arange(num_samples))
+
+    def copies(self, num_samples: int) -> Any:
+        """The loader's first sample, so many times over."""
+        return self._of(torch.zeros(num_samples, dtype=torch.long))
+
+    def _of(self, indices: torch.Tensor) -> Any:
+        """A batch of those samples, counted on where the loader's ends."""
+        return select_batch(self.batch, indices % self.batch_size, batch_size=self.batch_size, listed=self.are_listed)
 
 
 def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> SampleBatch:

@@ -12,6 +12,7 @@ from splittune.parallel.base import SplitModule
 from splittune.split import BatchSplit
 from splittune.training.batches import SampleBatch
 from splittune.training.loss import check_loss
+from splittune.training.mean_loss import loss_exponent
 from splittune.training.task import TrainingTask
 
 # Every skip halves the scale: so many take torch's first one, 2**16, below float16's smallest number, 2**-24.
@@ -32,7 +33,7 @@ class TrainingStep:
         self.split = split
         self.num_skipped = 0
         """Updates that the gradient scaler skipped, of those that `took_effect` was asked about."""
-        self._task, self._model, self._optimizer = task, model, optimizer
+        self._task, self._model, self._optimizer, self._samples = task, model, optimizer, samples
         self._batches = {size: samples.micro_batch(size) for size in sorted(set(split.micro_batch_sizes))}
         self._loss_was_checked = False
         self._latest: tuple[Any, ...] = ()
@@ -86,6 +87,10 @@ class TrainingStep:
                 "overflow in half precision, or train in torch.bfloat16, which needs no scaler."
             )
         return False
+
+    def loss_exponent(self) -> float | None:
+        """How the loss grows with the samples, up to a micro-batch: 0 for a mean, 1 for a sum; see `mean_loss`."""
+        return loss_exponent(self._task, self._model, self._samples, self.split.micro_batch_size)
 
     def whole(self) -> None:
         """A complete optimizer step over the global batch."""

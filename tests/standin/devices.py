@@ -9,7 +9,7 @@ import shutil
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ NUM_DEVICES = 4
 CYCLES_PER_S = 1e9
 CAPACITY_BYTES = 16 * GIB
 OUTSIDE_BYTES = 256 * MIB  # as much as a context of CUDA's takes
+LONGEST_BUILD_S = 900.0
 SOURCES = Path(__file__).parent / "csrc"
 
 _extension: Any = None
@@ -68,7 +69,9 @@ def register(num_devices: int = NUM_DEVICES) -> None:
     # its name tells what it was built from: another checkout, or another torch, has a library of its own
     contents = "".join(path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir()))
     digest = hashlib.sha256((torch.__version__ + torch.__file__ + contents).encode()).hexdigest()[:12]
-    extension: Any = cpp_extension.load(name=f"splittune_standin_{digest}", sources=sources, extra_cflags=["-O1", "-w"])
+    name = f"splittune_standin_{digest}"
+    _remove_stale_lock(Path(cpp_extension._get_build_directory(name, verbose=False)) / "lock")
+    extension: Any = cpp_extension.load(name=name, sources=sources, extra_cflags=["-O1", "-w"])
     torch.utils.rename_privateuse1_backend(NAME)
     extension.init(num_devices)
     _extension = extension
@@ -77,6 +80,13 @@ def register(num_devices: int = NUM_DEVICES) -> None:
     for device in range(num_devices):
         extension.set_capacity(device, CAPACITY_BYTES, OUTSIDE_BYTES)
     atexit.register(_let_autograd_finish)
+
+
+def _remove_stale_lock(lock: Path) -> None:
+    """What a build that was killed has left: torch would wait for it, without a word, for ever."""
+    with suppress(FileNotFoundError):
+        if time.time() - lock.stat().st_mtime > LONGEST_BUILD_S:
+            lock.unlink()
 
 
 def _let_autograd_finish() -> None:

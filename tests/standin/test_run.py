@@ -38,10 +38,6 @@ def test_what_is_proven_on_devices_that_stand_in_for_cards() -> None:
             command, cwd=ROOT, env=plain, capture_output=True, text=True, check=False, timeout=DEADLINE_S
         )
     except subprocess.TimeoutExpired as late:
-        pytest.fail(
-            f"{' '.join(command[1:])} did not end. If a build was killed before, remove its `lock` from the folder "
-            f"splittune_standin_* of torch's extensions.\n{late.stdout}\n{late.stderr}",
-            pytrace=False,
-        )
+        pytest.fail(f"{' '.join(command[1:])} did not end:\n{late.stdout}\n{late.stderr}", pytrace=False)
     if ran.returncode != 0:
         pytest.fail(f"{' '.join(command[1:])} gave {ran.returncode}:\n{ran.stdout}\n{ran.stderr}", pytrace=False)
