@@ -52,6 +52,17 @@ class WindowState(Enum):
     """A backward pass runs, or has raised: such a one never comes to its end."""
 
 
+class _Pass:
+    """A backward pass that has begun and not ended.
+
+    Nothing but the pass itself holds this object, by what it calls at its end: of one that raised it is gone.
+    """
+
+    def __init__(self, gradients: ReplicaGradients, *, is_last: bool) -> None:
+        # The graph that held them is freed as the pass goes on: here they live until their gradients have been taken.
+        self.gradients, self.is_last = gradients, is_last
+
+
 class Replicas(NamedTuple):
     """What a forward runs on."""
 
@@ -110,6 +121,8 @@ class WindowEngine:
                                                            CLOSED            CLOSED
     =====================  ==============  ==============  ================  ====================
 
+    A pass within a pass, a checkpoint's in a replica, ends in silence: the outer one's end counts.
+
     How what is shown is judged stands with `partial_gradients.judge`; misuse discards the window
     and raises WindowError.
 
@@ -130,6 +143,8 @@ class WindowEngine:
         self._evaluated: ReplicaCopies | None = None  # by the latest forward, if it recorded no gradients
         self._live: weakref.WeakSet[ReplicaGradients] = weakref.WeakSet()
         self._in_backward = False
+        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()  # nested ones too: each of a checkpoint's is its own
+        self._was_last = False
         self._partials: list[PartialGradient] = []
         self._lock = threading.Lock()  # backward has a thread for each device
 
@@ -207,13 +222,17 @@ class WindowEngine:
         self._close()
 
     def begin_backward(self, gradients: ReplicaGradients, last: bool) -> None:
-        """Called as a backward pass begins; its end is `end_backward`."""
+        """Called as a backward pass begins; its end is `_end_backward`."""
+        backward = _Pass(gradients, is_last=last)
         with self._lock:
             if self.state is not WindowState.BACKWARD:
                 self._in_backward = True
                 self._judge_partial_gradients(in_backward=True)
-            gradients.graph_task = torch._C._current_graph_task_id()
-        _queue_callback(partial(self.end_backward, last, held=gradients))
+            if not self._passes:
+                self._was_last = False
+            gradients.graph_tasks.add(torch._C._current_graph_task_id())
+            self._passes.add(backward)
+        _queue_callback(partial(self._end_backward, backward))
 
     def arrive(self, gradients: ReplicaGradients) -> None:
         """Called before gradients are taken.
@@ -221,28 +240,33 @@ class WindowEngine:
         Where the backward did not come through an output, that of a gradient penalty say, it begins
         here.
         """
-        if gradients.graph_task != torch._C._current_graph_task_id():
+        if torch._C._current_graph_task_id() not in gradients.graph_tasks:
             self.begin_backward(gradients, gradients.is_last)
 
-    def end_backward(self, last: bool, *, held: ReplicaGradients) -> None:
-        """Called once a backward pass has ended, for each of its outputs.
+    def _end_backward(self, backward: _Pass) -> None:
+        """Called once a pass has ended, as often as it has begun; if it raises, the pass counts as failed.
 
-        If it raises, the pass counts as failed.
-
-        `held` is not read. The graph that held it is freed as the pass goes on: as this call's
-        argument it lives until its gradients have been taken.
+        Within a replica a checkpoint runs passes of its own, in the thread of each device. What they leave is looked at
+        with the pass around them, when every device has come to its end.
         """
+        with self._lock:
+            self._passes.discard(backward)
+            self._was_last = self._was_last or backward.is_last
+            if self._passes:
+                return
         with torch.no_grad():
             self._hide_partial_gradients()
-            if last:
+            if self._was_last:
                 self._bring_home()
                 self._close()
             else:
                 self._partials = show(list(self._live))
         self._in_backward = False
+        for gradients in list(self._live):
+            gradients.graph_tasks.clear()
 
     def _close(self) -> None:
-        self._kept, self._partials, self._in_backward = [], [], False
+        self._kept, self._partials, self._in_backward, self._was_last = [], [], False, False
 
     def _bring_home(self) -> None:
         every_gradients = list(self._live)

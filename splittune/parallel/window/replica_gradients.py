@@ -41,8 +41,8 @@ class ReplicaGradients:
         self.originals, self.link, self.home = tuple(originals), link, link.place(0)
         self.is_last = True
         """Whether the backward of the latest forward on them ends the window."""
-        self.graph_task: int | None = None
-        """The backward pass whose end has been asked for on their behalf, by torch's number."""
+        self.graph_tasks: set[int] = set()
+        """The backward passes whose end has been asked for on their behalf, by torch's numbers."""
         self._on_arrival = on_arrival
         self._strides = [_strides_of(original) for original in self.originals]
         self._held = {position: Sums(len(self.originals)) for position in positions}

@@ -417,6 +417,41 @@ def test_a_dense_penalty_may_join_a_sparse_gradient(shard_sizes: tuple[int, ...]
     assert_same(gradients(model), gradients(plain))
 
 
+@pytest.mark.parametrize("wrap", [on_the_cpu, in_threads])
+def test_passes_within_a_pass_end_with_it(wrap: Callable[..., Any]) -> None:
+    """Each replica's checkpoints run backward passes of their own: a hook still sees the window's gradient, once."""
+    model, batch = make("checkpointed, reentrant", 8)
+    expected = whole_batch(copy.deepcopy(model), batch)
+    seen: list[Tensor] = []
+    model.qkv.weight.register_hook(seen.append)
+    for number in range(3):
+        model.zero_grad()
+        assert_same(window(wrap(model, (1, 2, 1)), batch, [4, 4]), expected)
+        assert len(seen) == number + 1
+        assert_same({"": seen[-1]}, {"": expected["qkv.weight"]})
+
+
+def test_a_pass_that_failed_does_not_hold_up_the_next() -> None:
+    """A backward that raises, with passes within it begun, is gone: the next one on the same graph brings all home."""
+    model, batch = make("checkpointed, reentrant", 4)
+    expected = whole_batch(copy.deepcopy(model), batch)
+    wrapped = on_the_cpu(model, (2, 2))
+    fails = [True]
+
+    def fail_once(grad: Tensor) -> None:
+        if fails.pop():
+            raise ValueError("the user's own")
+
+    output = wrapped(batch)
+    loss = loss_of(output)
+    output.register_hook(fail_once)
+    with pytest.raises(ValueError, match="the user's own"):
+        loss.backward(retain_graph=True)
+    fails.append(False)
+    loss.backward()
+    assert_same(gradients(model), expected)
+
+
 def test_hooks_run_once_for_two_forwards_and_one_backward() -> None:
     """A backward through two forwards gives a hook one gradient, that of both."""
     model, batch = make("mlp", 8)
