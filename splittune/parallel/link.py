@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -84,9 +85,26 @@ class TorchLink:
         return tensor.device
 
     def copy(self, tensor: Tensor, place: Any) -> Tensor:
+        if is_card(place) and not is_card(tensor.device) and _is_plain(tensor):
+            return self._copy_ahead(tensor, place)
         # copy=True: replicas that share one device must not share one tensor. To the host it must
         # block: nothing there waits for a stream, so the copy could be read before it has arrived.
         return tensor.to(place, non_blocking=place.type != "cpu", copy=True)
+
+    def _copy_ahead(self, tensor: Tensor, place: torch.device) -> Tensor:
+        """From the host to a card, on a stream of its own: it is not queued behind what the card still has to do.
+
+        From pinned memory the host goes on at once. From other memory it waits for the copy, and for nothing else.
+        """
+        module, side = module_of(place), _stream_for_inputs(place)
+        with module.stream(side):
+            copied = tensor.to(place, non_blocking=True, copy=True)
+        current = self._streams.get(place) or module.current_stream(place)
+        current.wait_stream(side)
+        copied.record_stream(
+            current
+        )  # its memory is the side stream's, which must not have it back before that is done
+        return copied
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
         return torch.empty_strided(tuple(shape), strides_as(like, shape), dtype=like.dtype, device=place)
@@ -102,6 +120,12 @@ class TorchLink:
 
     def replica(self, position: int, num_replicas: int) -> AbstractContextManager[Any]:
         return self.on(self.devices[position])
+
+
+@cache
+def _stream_for_inputs(device: torch.device) -> Any:
+    """One for good: the allocator keeps memory by stream, and another stream's could not serve the next input."""
+    return module_of(device).Stream(device)
 
 
 def strides_as(like: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -130,7 +154,7 @@ def buckets_of(tensors: Sequence[Tensor], limit_bytes: int = BUCKET_BYTES) -> li
     groups: list[list[int]] = []
     open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
-        if type(tensor) not in _PLAIN_TYPES or not _is_dense(tensor) or tensor.nbytes >= limit_bytes:
+        if not _is_plain(tensor) or not _is_dense(tensor) or tensor.nbytes >= limit_bytes:
             groups.append([index])
             continue
         group, size = open_groups.get(tensor.dtype, ([], 0))
@@ -143,6 +167,10 @@ def buckets_of(tensors: Sequence[Tensor], limit_bytes: int = BUCKET_BYTES) -> li
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from splittune.errors import ConfigError
-from splittune.parallel.nesting import tensors_of
+from splittune.parallel.nesting import map_tensors, tensors_of
 from splittune.parallel.samples import Samples, read_samples, select_batch, slice_batch
 
 # Enough to meet a long sequence in a shuffled loader, few enough to be read in a moment.
@@ -45,7 +45,14 @@ class SampleBatch:
 
     def _of(self, indices: torch.Tensor) -> Any:
         """A batch of those samples, counted on where the loader's ends."""
-        return select_batch(self.batch, indices % self.batch_size, batch_size=self.batch_size, listed=self.are_listed)
+        chosen = select_batch(self.batch, indices % self.batch_size, batch_size=self.batch_size, listed=self.are_listed)
+        # what was picked out is new memory: pinned as the loader's is, or its way to the cards would take longer
+        is_pinned = any(tensor.is_pinned() for _, tensor in tensors_of(self.batch))
+        return (
+            map_tensors(lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor, chosen)
+            if is_pinned
+            else chosen
+        )
 
 
 def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> SampleBatch:
