@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from splittune.parallel.modules import modules_of
+
 # torch's own limit, 8, is for one device: beyond it a function runs uncompiled from then on. Each
 # device counts as another version, and so do sizes, gradients on or off, and training or not.
 RECOMPILES_PER_DEVICE = 8
@@ -34,7 +36,7 @@ def holds_compiled(root: nn.Module) -> bool:
     """Whether it or a part of it was compiled, in either way."""
     if "torch._dynamo" not in sys.modules:
         return False
-    return any(is_compiled(module) or module.__dict__.get(_CALL_IMPL) is not None for module in root.modules())
+    return any(is_compiled(module) or module.__dict__.get(_CALL_IMPL) is not None for module in modules_of(root))
 
 
 def original_of(module: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from splittune.parallel.caches import is_cache
 from splittune.parallel.compiled import refuse_unknown
 from splittune.parallel.devices import DeviceLike, as_device, resolve_devices
 from splittune.parallel.link import Link, TorchLink
+from splittune.parallel.modules import modules_of
 from splittune.parallel.nesting import leaves_of, map_tensors, tensors_of
 from splittune.parallel.outputs import Joiner, all_tensors_of
 from splittune.parallel.replica_loss import LossFunction, ReplicaLoss, WeightFunction
@@ -133,7 +134,7 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
         self.output_device = self.devices[0] if output_device is None else as_device(output_device)
         self.gpu0_bsz, self.shard_sizes = checked_shares(gpu0_bsz, shard_sizes, len(self.devices))
         if len(self.devices) > 1:
-            refuse_unknown(list(module.modules()))
+            refuse_unknown(modules_of(module))
         if engine not in get_args(Engine):
             raise ConfigError(f"engine is {engine!r}: expected one of {get_args(Engine)}.")
         if weight_fn is not None and loss_fn is None:
@@ -291,13 +292,15 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
         """The link for this call, and the place of the output device."""
         if self._link is not None:
             return self._link, self._link.place(0)
-        devices = self.devices
-        for path, module in self.module.named_modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and tensor.device != devices[0]:
+        devices, home = self.devices, self.devices[0]
+        for module in modules_of(self.module):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and tensor.device != home:
+                    named = (*self.module.named_parameters(), *self.module.named_buffers())
+                    name = next(name for name, each in named if each is tensor)
                     raise ConfigError(
-                        f"{path and path + '.'}{name} of the module is on {tensor.device}: expected {devices[0]}, the "
-                        f"first of {list(devices)}. Move the module there first: module.to('{devices[0]}')."
+                        f"{name} of the module is on {tensor.device}: expected {home}, the first of {list(devices)}. "
+                        f"Move the module there first: module.to('{home}')."
                     )
         return TorchLink([*devices, self.output_device]), self.output_device
 

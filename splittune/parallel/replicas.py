@@ -23,6 +23,7 @@ from splittune.parallel.compiled import (
     room_for,
 )
 from splittune.parallel.link import Link, buckets_of, flatten, unflatten
+from splittune.parallel.modules import modules_of
 from splittune.parallel.threads import ReplicaThreads
 from splittune.parallel.transfer import broadcast, copy_to_each
 
@@ -39,6 +40,9 @@ HOOK_TABLES = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
+
+
+_TORCHS_HOOK = nn.Module._replicate_for_data_parallel
 
 
 class ReplicaGauge(Protocol):
@@ -92,7 +96,7 @@ def replicate(module: nn.Module, link: Link, positions: Sequence[int]) -> list[n
 
 def min_shard_size_of(module: nn.Module) -> int:
     """The fewest samples that a replica can train on: 2 where BatchNorm computes statistics of its shard, else 1."""
-    norms = (child for child in module.modules() if isinstance(child, nn.modules.batchnorm._BatchNorm))
+    norms = (child for child in modules_of(module) if isinstance(child, nn.modules.batchnorm._BatchNorm))
     return _MIN_BATCH_NORM_SHARD if any(norm.training for norm in norms) else 1
 
 
@@ -109,7 +113,7 @@ def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
     Raises:
         TypeError: a module that cannot be replicated; nothing has been touched.
     """
-    modules = list(root.modules())
+    modules = modules_of(root)
     refuse_unknown(modules)
     plain = [module for module in modules if not is_compiled(module)]
     replicas = {id(module): _bare_replica(module) for module in plain}
@@ -135,10 +139,24 @@ def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
 def _bare_replica(module: nn.Module) -> nn.Module:
     # Private, and the very hook that torch's replicate() calls: subclasses override it.
     # tests/parallel checks it.
-    replica: nn.Module = module._replicate_for_data_parallel()
+    if getattr(module._replicate_for_data_parallel, "__func__", None) is _TORCHS_HOOK:
+        replica = _as_torchs_hook_does(module)
+    else:
+        replica = module._replicate_for_data_parallel()
     # torch's share the module's own tables: what a replica's forward installs would pile up there, once a replica
     replica.__dict__.update({name: table.copy() for name, table in hook_tables_of(module).items()})
     compile_call(replica)
+    return replica
+
+
+def _as_torchs_hook_does(module: nn.Module) -> nn.Module:
+    """The same replica in a third of the time: past nn.Module's ``__setattr__``, for there is nothing to look for."""
+    replica: nn.Module = module.__new__(type(module))
+    attributes = replica.__dict__
+    attributes.update(module.__dict__)
+    attributes["_parameters"], attributes["_is_replica"] = {}, True
+    for table in ("_buffers", "_modules"):
+        attributes[table] = attributes[table].copy()
     return replica
 
 
@@ -154,7 +172,7 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
     device; otherwise those on the module's device count, as in nn.DataParallel. A buffer that was
     made, resized or set to None in forward is so in the module afterwards.
     """
-    if not any(each._buffers for root in (module, replica) for each in root.modules()):
+    if not any(each._buffers for root in (module, replica) for each in modules_of(root)):
         return
     copies = dict(replica.named_modules())
     written: list[tuple[Tensor, Tensor]] = []

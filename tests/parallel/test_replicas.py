@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from splittune.hardware import resolve_hardware
 from splittune.parallel import BalancedDataParallel, Link, TorchLink
-from splittune.parallel.replicas import hook_tables_of, replicate
+from splittune.parallel.replicas import _as_torchs_hook_does, hook_tables_of, replicate
 from splittune.split import BatchSplit
 from tests.parallel.models import CPU, MODELS, WIDTH, Call, ThreadedLink, loss_of, mlp, vectors
 
@@ -44,6 +44,25 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 # what a replica is made of
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_way_past_torchs_hook_gives_the_same(name: str) -> None:
+    """Attribute by attribute, for every module of every model; a torch whose hook does more fails here."""
+    for module in MODELS[name][0]().modules():
+        if type(module)._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
+            continue
+        ours, torchs = _as_torchs_hook_does(module), module._replicate_for_data_parallel()
+        assert type(ours) is type(torchs)
+        assert list(vars(ours)) == list(vars(torchs))
+        for attribute, value in vars(torchs).items():
+            same = vars(ours)[attribute]
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                assert type(same) is type(value)
+                assert list(same.items()) == list(value.items())
+                assert same is not vars(module)[attribute]
+            else:
+                assert same is value
 
 
 def test_torchs_private_hook_is_there() -> None:

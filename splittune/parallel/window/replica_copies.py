@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splittune.parallel.link import Link, buckets_of, flatten, unflatten
+from splittune.parallel.modules import modules_of
 from splittune.parallel.replicas import HOOK_TABLES, rebuild, unique_tensors
 from splittune.parallel.transfer import copy_to_each
 from splittune.parallel.window.replica_gradients import Arrival, ReplicaGradients
@@ -40,7 +41,7 @@ class ModuleState:
         parts: list[Any] = []
         parameters: list[Tensor] = []
         buffers: list[Tensor] = []
-        for child in module.modules():
+        for child in modules_of(module):
             parts.append(child)
             parts += [value for name, value in child.__dict__.items() if name not in _TABLES]
             parts += child._modules.values()
@@ -185,5 +186,5 @@ class Statistics:
 
 def _statistics_of(module: nn.Module) -> list[Tensor]:
     """The statistics that BatchNorm keeps while it trains, each once."""
-    norms = (child for child in module.modules() if isinstance(child, _BatchNorm) and child.training)
+    norms = (child for child in modules_of(module) if isinstance(child, _BatchNorm) and child.training)
     return unique_tensors(buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None)
