@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ class BusyGauge:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
         self._busy_s = [0.0] * len(self._devices)
-        self._last_parameters: dict[int, int] = {}
+        self._last_parameters: dict[int, str] = {}
         self._is_on = False
         self._drop()
 
@@ -59,13 +59,24 @@ class BusyGauge:
             return
         self._unhook(position)
         run = _Run(position, self._devices[position])
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        last = self._last_parameters.get(position)
-        watched = range(len(parameters)) if last is None or last >= len(parameters) else (last,)
         if torch.is_grad_enabled():
-            self._hooks[position] = [parameters[i].register_hook(partial(run.leave_backward, i)) for i in watched]
+            self._hooks[position] = [
+                parameter.register_hook(partial(run.leave_backward, name))
+                for name, parameter in self._watched(position, module)
+            ]
         self._begun[position] = run
         run.forward_begins.record(run.stream)
+
+    def _watched(self, position: int, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """The last parameter, by its name, where it is known: walking the module would be part of what is timed."""
+        last = self._last_parameters.get(position)
+        if last is not None:
+            path, _, name = last.rpartition(".")
+            with suppress(AttributeError, KeyError):
+                parameter = module.get_submodule(path)._parameters[name]  # no nn.Parameter: a replica's is a copy
+                if parameter is not None and parameter.requires_grad:
+                    return [(last, parameter)]
+        return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def end(self, position: int, output: Any) -> None:
         """A replica's forward has ended, and given `output`."""
@@ -120,7 +131,7 @@ class _Run:
         self.forward_begins, self.forward_ends = self._timing_event(), self._timing_event()
         self._backward_begins, self._backward_ends = self._timing_event(), self._timing_event()
         self._has_entered = False
-        self.last_parameter: int | None = None
+        self.last_parameter: str | None = None
 
     @property
     def stream(self) -> Any:
@@ -132,7 +143,7 @@ class _Run:
             self._has_entered = True
             self._backward_begins.record(self.stream)
 
-    def leave_backward(self, parameter: int, _grad: Tensor) -> None:
+    def leave_backward(self, parameter: str, _grad: Tensor) -> None:
         self.last_parameter = parameter
         self._backward_ends.record(self.stream)  # anew for each parameter: the last one stands
 
