@@ -23,7 +23,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from benchmarks.gpu import limits, memory, model_errors, neighbour, ooms, peers, timing, worker
+from benchmarks.gpu import limits, memory, model_errors, neighbour, ooms, peers, replicas, timing, worker
 from benchmarks.gpu.stage import Findings, Stage
 from splittune.errors import SplittuneError
 from splittune.hardware.oom import is_sticky
@@ -46,9 +46,10 @@ PARTS = (
     Part(name="memory", title="the profiler's peaks beside other readings", run=memory.run, share_s=30),
     Part(name="ooms", title="out of memory in each phase, and recovery", run=ooms.run, share_s=25),
     Part(name="timing", title="busy time, and cuDNN's search for kernels", run=timing.run, share_s=20),
+    Part(name="replicas", title="the wrapper over the card named three times", run=replicas.run, share_s=25),
     Part(name="limits", title="limits of memory placed anywhere", run=limits.run, share_s=100),
     Part(name="neighbour", title="another process takes memory in mid-search", run=neighbour.run, share_s=35),
-    Part(name="models", title="peaks and step times foretold", run=model_errors.run, share_s=165),
+    Part(name="models", title="peaks and step times foretold", run=model_errors.run, share_s=140),
     Part(name="peers", title="beside other tools and every split", run=peers.run, share_s=60),
     Part(name="worker", title="a worker that is spoilt, and one that is killed", run=worker.run, share_s=45),
 )

@@ -17,6 +17,7 @@ from benchmarks.gpu import model_errors as gpu_model_errors
 from benchmarks.gpu import neighbour as gpu_neighbour
 from benchmarks.gpu import ooms as gpu_ooms
 from benchmarks.gpu import peers as gpu_peers
+from benchmarks.gpu import replicas as gpu_replicas
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu import timing as gpu_timing
 from benchmarks.gpu import worker as gpu_worker
@@ -198,6 +199,14 @@ def test_busy_times_and_first_steps_are_read(stage):
     busy = [row for row in findings.rows if row["figure"] == "busy"]
     assert all(0 < row["busy_s"] <= row["step_s"] for row in busy)
     assert not findings.failures
+
+
+def test_both_engines_run_over_one_device_named_three_times(stage):
+    """A row for each engine; what only a card can show is not told, and not failed."""
+    findings = found_by(gpu_replicas.run, stage)
+    assert [row["engine"] for row in findings.rows] == ["window", "torch"]
+    assert all(row["host_ms"] > 0 for row in findings.rows)
+    assert [check.passed for check in findings.checks] == [None] * 4
 
 
 def test_a_worker_that_is_spoilt_or_killed_is_a_crashed_trial(stage):
