@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -114,7 +115,8 @@ def torch_replicates(model: nn.Module) -> None:
     def aliases(tensors: Sequence[Tensor], devices: Sequence[int], *_: Any, **__: Any) -> list[list[Tensor]]:
         return [[tensor.detach() for tensor in tensors] for _ in devices]
 
-    with mock.patch("torch.nn.parallel.replicate._broadcast_coalesced_reshape", aliases):
+    module = sys.modules[replicate.__module__]  # torch.nn.parallel has a function of the module's name
+    with mock.patch.object(module, "_broadcast_coalesced_reshape", aliases):
         for _ in range(ACCUMULATION_STEPS):
             replicate(model, list(range(NUM_POSITIONS)))
 
