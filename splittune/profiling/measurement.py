@@ -67,7 +67,7 @@ class Measurement:
     """How often allocators handed their cache back and tried again in timed phases."""
     notes: tuple[str, ...] = ()
     """What a reader should know of how this measurement came about, a plain sentence each."""
-    loss_exponent: float | None = None
+    loss_exponent: int | None = None
     """The loss grows as the samples to this power, 0 for a mean, 1 for a sum; None where that is not known."""
 
     def __post_init__(self) -> None:

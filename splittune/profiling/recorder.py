@@ -34,7 +34,7 @@ class Recorder:
         self._hardware = hardware
         self.times_s: dict[Phase, list[float]] = defaultdict(list)
         self.notes: list[str] = []
-        self.loss_exponent: float | None = None
+        self.loss_exponent: int | None = None
         self._busy_s: list[list[float]] = []
         self._num_alloc_retries = 0
         self._memory: dict[Phase, list[tuple[DeviceMemory, ...]]] = defaultdict(list)

@@ -16,19 +16,16 @@ from splittune.training.task import TrainingTask
 TIMES_AS_MANY = 4
 # Dropout draws anew each time: the median of so many counts. A choice.
 NUM_DRAWS = 3
-# More would be the noise of sums in another order, and the same trial would seem to differ.
-_NUM_DIGITS = 3
 _SEED = 0
-# Halfway from a mean to a sum.
-_LARGEST_OF_A_MEAN = 0.5
 
 
-def loss_exponent(task: TrainingTask, model: SplitModule, samples: SampleBatch, num_samples: int) -> float | None:
+def loss_exponent(task: TrainingTask, model: SplitModule, samples: SampleBatch, num_samples: int) -> int | None:
     """How the loss grows with the samples: as their number to this power, 0 for a mean and 1 for a sum.
 
     Of one sample over and over, `num_samples` times and a quarter as often, no gradients recorded. Worked: where that
     sample's loss is 0.5, 16 copies and 4 give 0.5, so it is 0; with ``reduction="sum"`` they give 8.0 and 2.0, so it is
-    log(4) / log(4) = 1. A sum in each replica is seen as one where every device has a sample of the quarter.
+    log(4) / log(4) = 1. It is rounded, for dropout is noise. A sum in each replica is seen as one where every device
+    has a sample of the quarter.
 
     None where it cannot be told: of fewer than 4 samples, of a loss of 0, or where none can be computed without
     gradients, since `step_fn` runs backward itself, say.
@@ -45,18 +42,17 @@ def loss_exponent(task: TrainingTask, model: SplitModule, samples: SampleBatch, 
         if is_sticky(error):
             raise
         return None
-    return round(exponent, _NUM_DIGITS) if isfinite(exponent) else None
+    return round(exponent) if isfinite(exponent) else None
 
 
-def describe_sum(exponent: float | None) -> str | None:
+def describe_sum(exponent: int | None) -> str | None:
     """What to do about a loss with a sum's `loss_exponent`; None for a mean's, and where it is not known."""
-    if exponent is None or exponent <= _LARGEST_OF_A_MEAN:
+    if not exponent or exponent < 0:
         return None
-    times = TIMES_AS_MANY**exponent
     return (
-        f"The loss of four times as many samples is {times:.1f} times as large, so it is a sum over them and no mean: "
-        "split or accumulated, it trains on another gradient than one device's. Divide it by the number of its "
-        "samples, as reduction='mean' does; a mean over tokens is weighed by weight_fn."
+        "The loss grows with the number of samples, so it is a sum over them and no mean: split or accumulated, it "
+        "trains on another gradient than one device's. Divide it by the number of its samples, as reduction='mean' "
+        "does; a mean over tokens is weighed by weight_fn."
     )
 
 

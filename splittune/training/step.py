@@ -88,7 +88,7 @@ class TrainingStep:
             )
         return False
 
-    def loss_exponent(self) -> float | None:
+    def loss_exponent(self) -> int | None:
         """How the loss grows with the samples, up to a micro-batch: 0 for a mean, 1 for a sum; see `mean_loss`."""
         return loss_exponent(self._task, self._model, self._samples, self.split.micro_batch_size)
 
