@@ -93,7 +93,10 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
     `outputs.Joiner`, also for what is refused. A key-value cache is left out where gradients are
     recorded, unless the call was given one. Limits are nn.DataParallel's: replicas are shallow
     copies, so Python attributes that forward assigns are lost, and in-place updates of parameters
-    inside forward are too. On a single device the module itself runs.
+    inside forward are too, and of the calling thread's contexts replicas on cards see grad mode,
+    inference mode and autocast alone: not `torch.autograd.graph.save_on_cpu`, not
+    `torch.set_default_device`, no context variables. Enter those inside forward. On a single device
+    the module itself runs.
 
     A compiled module, whether by ``torch.compile(model)``, by compiled children or by
     ``model.compile()``, is replicated from its originals and runs compiled on every device. Compile
