@@ -28,7 +28,7 @@ def test_a_cards_inputs_do_not_queue_behind_its_work(card):
     link.copy(torch.ones(1000), card)
     module.synchronize(card)
     with module.device(card):
-        module._sleep(2_000_000_000)  # a second or two of the card's cycles
+        module._sleep(5_000_000_000)  # some seconds of the card's cycles
     busy = module.Event()
     busy.record(module.current_stream(card))
     arrived = link.copy(torch.arange(1000.0), card)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -18,8 +16,8 @@ pytestmark = pytest.mark.standin
 
 CARDS = [torch.device("standin", index) for index in range(3)]
 standin = module_of(CARDS[0]) if devices.is_registered() else None
-BUSY_S = 60.0
-"""For ever, as far as a test is concerned."""
+BUSY_S = 600.0
+"""For ever, as far as a test is concerned: whoever waited for it would run into the suite's own limit."""
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def model():
 
 @pytest.fixture
 def busy_cards(model):
-    """Cards with a minute of work in their queues, which nobody waits for in the end."""
+    """Cards with ten minutes of work in their queues, which nobody waits for in the end."""
     for card in CARDS:
         standin.synchronize(card)
         with standin.device(card):
@@ -41,9 +39,7 @@ def busy_cards(model):
 def test_a_copy_does_not_queue_behind_what_the_card_has_to_do(busy_cards):
     """It is there while the card is still at work, and the card's own stream takes it up when it gets to it."""
     link = TorchLink(CARDS)
-    before_s = time.perf_counter()
     copied = link.copy(torch.arange(1000.0), CARDS[1])
-    assert time.perf_counter() - before_s < BUSY_S / 2
     assert copied.device == CARDS[1]
     assert links._stream_for_inputs(CARDS[1]).query()
     assert not standin.current_stream(CARDS[1]).query()
