@@ -19,8 +19,8 @@ class ReplicaThreads:
     Example: ``threads.run({0: first, 2: third})`` runs ``first()`` and ``third()`` at the same time,
     each in the thread that ran that position's task before.
 
-    A forked child has none of its parent's threads, and makes its own. Tasks that are given from
-    within one of the threads run there, one after another: nothing waits for itself.
+    A forked child has none of its parent's threads, and makes its own. A thread that gave out tasks
+    itself would wait for itself: callers ask `is_inside` first.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,6 @@ class ReplicaThreads:
         It returns, or passes Ctrl-C on, once all of them have ended: none runs on while its caller
         cleans up.
         """
-        if self.is_inside:
-            for task in tasks.values():
-                task()
-            return
         jobs = [_Job(task) for task in tasks.values()]
         try:
             for position, job in zip(tasks, jobs, strict=True):
