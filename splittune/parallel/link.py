@@ -101,9 +101,8 @@ class TorchLink:
             copied = tensor.to(place, non_blocking=True, copy=True)
         current = self._streams.get(place) or module.current_stream(place)
         current.wait_stream(side)
-        copied.record_stream(
-            current
-        )  # its memory is the side stream's, which must not have it back before that is done
+        # its memory is the side stream's, which must not have it back before the card is done with it
+        copied.record_stream(current)
         return copied
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:

@@ -256,3 +256,16 @@ def test_a_repeated_batch_counts_its_items_again() -> None:
     """Twice the samples hold twice the tokens."""
     samples = read_batches([{"x": torch.zeros(4, 2), "num_items_in_batch": torch.tensor(40)}])
     assert samples.micro_batch(8)["num_items_in_batch"] == 80
+
+
+def test_what_is_picked_out_of_a_pinned_batch_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the loader's own batches are; there is nothing to pin here, so torch's two calls are stood in for."""
+    pinned: list[torch.Tensor] = []
+    loader = [(torch.randn(4, 2), torch.randn(4, 1))]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    samples = read_batches(loader)
+    samples.micro_batch(6)
+    assert not pinned
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is own for own in loader[0]))
+    inputs, targets = samples.micro_batch(6)
+    assert [id(tensor) for tensor in pinned] == [id(inputs), id(targets)]
