@@ -176,9 +176,9 @@ def test_evaluation_and_a_single_device(way: Way) -> None:
     expected = copy.deepcopy(plain)(batch)
     module = way(plain, "eager")
     with torch.no_grad():
-        assert torch.allclose(wrap(module)(batch), expected)
+        torch.testing.assert_close(wrap(module)(batch), expected)
     single = BalancedDataParallel(module=module, shard_sizes=(6,), device_ids=["cpu"])
-    assert torch.allclose(single(batch), expected)
+    torch.testing.assert_close(single(batch), expected)
 
 
 @pytest.mark.parametrize("way", [root, child, in_place])
@@ -271,7 +271,7 @@ def test_compiling_the_wrapper_in_place_compiles_the_module() -> None:
     wrapped = wrap(net())
     expected = wrapped(batch_of(6))
     wrapped.compile(backend=backend)
-    assert torch.allclose(wrapped(batch_of(6)), expected)
+    torch.testing.assert_close(wrapped(batch_of(6)), expected)
     assert backend.num_graphs > 0
 
 
@@ -344,4 +344,4 @@ def test_code_of_unknown_kind_runs_as_written() -> None:
         raise AssertionError("the original was run")
 
     plain.__dict__["_compiled_call_impl"] = of_somebody
-    assert torch.allclose(wrap(plain)(batch), expected)
+    torch.testing.assert_close(wrap(plain)(batch), expected)

@@ -106,13 +106,13 @@ def test_the_loss_may_be_computed_in_the_replicas() -> None:
     module, batch, targets = model(), vectors(7), torch.randn(7, 3)
     wanted = nn.functional.mse_loss(module(batch), targets)
     loss = data_parallel(module, (batch, targets), ["cpu"] * 3, shard_sizes=(1, 2, 4), loss_fn=nn.functional.mse_loss)
-    assert torch.allclose(loss, wanted)
+    torch.testing.assert_close(loss, wanted)
 
 
 def test_replicas_may_have_threads() -> None:
     """Over a link that says so."""
     module, batch = model(), vectors(6)
-    assert torch.allclose(data_parallel(module, batch, ["cpu"] * 3, link=ThreadedLink(3)), module(batch))
+    torch.testing.assert_close(data_parallel(module, batch, ["cpu"] * 3, link=ThreadedLink(3)), module(batch))
 
 
 def test_devices_are_the_modules_own_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def test_new_weights_are_used_at_once() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(-1.5)
-    assert torch.allclose(wrapped(batch), model(batch))
+    torch.testing.assert_close(wrapped(batch), model(batch))
 
 
 def test_training_follows_the_same_path_as_on_one_device() -> None:

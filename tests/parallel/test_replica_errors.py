@@ -210,7 +210,7 @@ def test_a_wrapper_works_on_after_an_error() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model(torch.ones(3, 1))
     x = vectors(3)
-    assert torch.allclose(model(x), model.unwrap()(x))
+    torch.testing.assert_close(model(x), model.unwrap()(x))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")

@@ -156,7 +156,7 @@ def test_two_callers_without_gradients_take_turns() -> None:
 
     with ThreadPoolExecutor(4) as callers:
         for got, right in zip(callers.map(answer, batches), expected, strict=True):
-            assert torch.allclose(got, right)
+            torch.testing.assert_close(got, right)
 
 
 def test_two_callers_with_gradients_are_refused() -> None:
@@ -237,7 +237,7 @@ def test_inference_mode_gives_inference_tensors_and_no_trace(link: Link | None) 
     with torch.inference_mode():
         output = model(x)
     assert output.is_inference()
-    assert torch.allclose(output, module(x))
+    torch.testing.assert_close(output, module(x))
     model(x).sum().backward()
     assert module[0].weight.grad is not None
 

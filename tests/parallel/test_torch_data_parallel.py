@@ -347,7 +347,7 @@ def test_a_replica_can_be_saved_from_within(setup: Setup) -> None:
     for file in files:
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
-        assert torch.allclose(loaded(x), output)
+        torch.testing.assert_close(loaded(x), output)
 
 
 def test_replicas_hold_copies_where_they_run(setup: Setup) -> None:
@@ -443,8 +443,10 @@ def test_the_function_takes_devices_of_any_form(device_ids: Any, threaded: bool)
         got = data_parallel(
             module, (left, right, 0.7), device_ids, output_device, module_kwargs={"extra": extra}, link=link
         )
-        assert torch.allclose(got, module(left, right, 0.7, extra))
-    assert torch.allclose(data_parallel(module, (left, right, 0.7), device_ids, link=link), module(left, right, 0.7))
+        torch.testing.assert_close(got, module(left, right, 0.7, extra))
+    torch.testing.assert_close(
+        data_parallel(module, (left, right, 0.7), device_ids, link=link), module(left, right, 0.7)
+    )
 
 
 # where the module is

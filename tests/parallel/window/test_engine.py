@@ -325,7 +325,7 @@ def test_running_statistics_are_those_of_torchs_replication(shard_sizes: tuple[i
             for micro in accumulate(wrapped, batch.split([4, 1, 4])):
                 loss_of(wrapped(micro)).backward()
     for name, buffer in other.named_buffers():
-        assert torch.allclose(buffer, dict(model.named_buffers())[name]), name
+        torch.testing.assert_close(buffer, dict(model.named_buffers())[name])
     assert_same(gradients(model), gradients(other))
 
 
