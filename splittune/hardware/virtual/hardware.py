@@ -286,6 +286,21 @@ class VirtualLink:
         with self.on(place):
             return torch.empty_strided(tuple(shape), strides_as(like, shape), dtype=like.dtype)
 
+    def hop(self, source: Tensor, start: Any, target: Tensor, end: Any) -> Any:
+        ledger = self._hardware._ledger
+        if ledger is not None:
+            return ledger.hop(source, start, target, end)
+        target.copy_(source)
+        return None
+
+    def wait(self, place: Any, mark: Any) -> None:
+        ledger = self._hardware._ledger
+        if ledger is not None and place is not None and mark is not None:
+            ledger.timeline.wait_until(place, mark)
+
+    def nccl(self, places: Sequence[Any]) -> None:
+        """None: what passes from device to device is modelled, and rings of NCCL's take the same links."""
+
     def on(self, place: Any) -> AbstractContextManager[Any]:
         ledger = self._hardware._ledger
         return nullcontext() if ledger is None else ledger.on(place)

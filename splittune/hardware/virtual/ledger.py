@@ -93,6 +93,7 @@ class Ledger(TorchDispatchMode):
         self._died: deque[_Owned] = deque()
         self._current: int | None = None
         self._makes_guests = False
+        self._is_hop = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
@@ -105,7 +106,8 @@ class Ledger(TorchDispatchMode):
         self.free_dead()
         if operation.is_copy:
             out = func(*args, **kwargs)
-            self._transfer(args[0], args[1])
+            if not self._is_hop:
+                self._transfer(args[0], args[1])
             return out
         inputs = _tensors_in((*args, *kwargs.values()))
         storages = [tensor.untyped_storage() for tensor in inputs]  # kept: `set_` may free one, and its id
@@ -155,6 +157,15 @@ class Ledger(TorchDispatchMode):
             elif entry.home is None:
                 self._charge(entry, device)
                 entry.home, entry.is_guest = device, False
+
+    def hop(self, source: Tensor, start: int | None, target: Tensor, end: int | None) -> float:
+        """Copy a tensor from one place to another, None for the host, beside what both work on; when that ends."""
+        self._is_hop = True
+        try:
+            target.copy_(source)
+        finally:
+            self._is_hop = False
+        return self.timeline.hop(start, end, target.nbytes)
 
     def free_dead(self) -> None:
         """Free the blocks of the storages that have died since."""
