@@ -170,7 +170,8 @@ class Hardware(Protocol):
     def busy_s(self) -> tuple[float, ...] | None:
         """Seconds each device has worked so far, ever growing.
 
-        None where what ran since the last call is unknown.
+        Of a virtual device its kernels' own; of a card also the gaps between them, while the host
+        launches the next. None where what ran since the last call is unknown.
         """
         ...
 

@@ -140,7 +140,7 @@ class CudaHardware:
     def busy_s(self) -> tuple[float, ...] | None:
         """Seconds in which each replica ran, by CUDA events; None outside `metered`.
 
-        See `BusyGauge.busy_s`.
+        From its first kernel to its last, with the gaps between them: see `BusyGauge.busy_s`.
         """
         self._synchronize()
         return self._gauge.busy_s()
