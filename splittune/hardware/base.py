@@ -187,6 +187,13 @@ class Hardware(Protocol):
         """What this process's tensors hold on each device now."""
         ...
 
+    def free_bytes(self) -> tuple[int, ...] | None:
+        """What each device's driver can still give, of which torch's cache is no part.
+
+        None where nobody can tell.
+        """
+        ...
+
     def num_alloc_retries(self) -> tuple[int, ...]:
         """How often each device's allocator handed its cache back and tried again, ever growing."""
         ...

@@ -122,7 +122,7 @@ class Profiler:
                     is_usable = not is_sticky(error)
                     if not is_usable:
                         _say_unusable(error)
-                    if not is_usable or not is_out_of_memory(error):
+                    if not is_usable or not is_out_of_memory(error, self._hardware.free_bytes):
                         raise
                     state.lacking = _describe(error, self._hardware.locate(error))
                     state.memory = self._hardware.memory()
