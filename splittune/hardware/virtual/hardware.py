@@ -169,6 +169,10 @@ class VirtualHardware:
         ledger.free_dead()
         return tuple(allocator.allocated_bytes for allocator in ledger.allocators)
 
+    def free_bytes(self) -> tuple[int, ...] | None:
+        """None: a virtual device has no driver, and its allocator says itself when it is full."""
+        return None
+
     def num_alloc_retries(self) -> tuple[int, ...]:
         """None ever: an allocation that fails with the cache handed back is out of memory.
 
