@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from splittune.cards import is_card, module_of
-from splittune.parallel.nccl import Nccl, is_nccl_usable
+from splittune.parallel.nccl import Nccl, TorchNccl, is_nccl_usable
 
 # torch's own bucket for DataParallel's broadcast: large enough to amortise a launch, small enough
 # to stay transient.
@@ -143,7 +143,7 @@ class TorchLink:
             self._stream(place).wait_event(mark)
 
     def nccl(self, places: Sequence[Any]) -> Nccl | None:
-        return Nccl({place: self._stream(place) for place in places}) if is_nccl_usable(tuple(places)) else None
+        return TorchNccl({place: self._stream(place) for place in places}) if is_nccl_usable(tuple(places)) else None
 
     def on(self, place: Any) -> AbstractContextManager[Any]:
         if not is_card(place):

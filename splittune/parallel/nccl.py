@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +14,24 @@ KIND = "cuda"  # and ROCm's cards, whose NCCL goes by the same names
 _ADDABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Nccl:
-    """A broadcast and a sum over distinct cards, as nn.DataParallel's; the first card is the root.
+class Nccl(Protocol):
+    """A broadcast and a sum over distinct cards, as nn.DataParallel's; the first card is the root."""
+
+    def broadcast(self, flats: Sequence[Tensor]) -> None:
+        """Copy the first card's flat tensor into the others', one a card, of any dtype."""
+        ...
+
+    def can_add(self, dtype: torch.dtype) -> bool:
+        """Whether it adds tensors of that dtype."""
+        ...
+
+    def add_up(self, flats: Sequence[Tensor]) -> None:
+        """Leave the sum of the flat tensors, one a card, in the first card's."""
+        ...
+
+
+class TorchNccl:
+    """torch's own.
 
     Args:
         streams: for each card the stream that it runs on, which the tensors belong to.
@@ -25,15 +41,12 @@ class Nccl:
         self._streams = list(streams.values())
 
     def broadcast(self, flats: Sequence[Tensor]) -> None:
-        """Copy the first card's flat tensor into the others', one a card, of any dtype."""
         torch.cuda.nccl.broadcast([flat.view(torch.uint8) for flat in flats], streams=self._streams)
 
     def can_add(self, dtype: torch.dtype) -> bool:
-        """Whether it adds tensors of that dtype."""
         return dtype in _ADDABLE
 
     def add_up(self, flats: Sequence[Tensor]) -> None:
-        """Leave the sum of the flat tensors, one a card, in the first card's."""
         torch.cuda.nccl.reduce(flats, output=flats[0], streams=self._streams)
 
 
@@ -64,7 +77,7 @@ def _try_out(cards: Sequence[torch.device]) -> None:
     streams = {card: torch.get_device_module(card).current_stream(card) for card in cards}
     flats = [torch.full((1,), float(index == 0), device=card) for index, card in enumerate(cards)]
     with torch.no_grad():
-        nccl = Nccl(streams)
+        nccl = TorchNccl(streams)
         nccl.broadcast(flats)
         nccl.add_up(flats)
     total = flats[0].item()

@@ -226,6 +226,13 @@ def cards(num_cards: int) -> tuple[VirtualHardware, VirtualLink]:
     return hardware, VirtualLink(hardware)
 
 
+@pytest.fixture(params=["NCCL", "hops"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA's cards, and as on cards that have no NCCL."""
+    if request.param == "hops":
+        monkeypatch.setattr(VirtualLink, "nccl", lambda *_: None)
+
+
 def seconds_of(num_cards: int) -> tuple[float, float]:
     """Modelled: 160 MiB in 5 MiB tensors out to all other cards, and as much home from each."""
     hardware, link = cards(num_cards)
@@ -242,12 +249,14 @@ def seconds_of(num_cards: int) -> tuple[float, float]:
         return copied_s - begun_s, hardware.clock() - copied_s
 
 
+@pytest.mark.usefixtures("way")
 def test_eight_cards_take_little_longer_than_two() -> None:
     """A bucket passes on while the next one comes: 16 buckets over 7 links take the time of 22, not of 112."""
     for two, eight in zip(seconds_of(2), seconds_of(8), strict=True):
         assert eight < 1.6 * two
 
 
+@pytest.mark.usefixtures("way")
 def test_little_memory_is_held_on_the_way() -> None:
     """Beside what stays there: out, home has two buckets more at most; home, a card has two and the first one three."""
     hardware, link = cards(3)

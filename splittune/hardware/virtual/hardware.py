@@ -292,18 +292,18 @@ class VirtualLink:
 
     def hop(self, source: Tensor, start: Any, target: Tensor, end: Any) -> Any:
         ledger = self._hardware._ledger
-        if ledger is not None:
-            return ledger.hop(source, start, target, end)
-        target.copy_(source)
-        return None
+        with nullcontext() if ledger is None else ledger.unseen():
+            target.copy_(source)
+        return None if ledger is None else ledger.timeline.hop(start, end, target.nbytes)
 
     def wait(self, place: Any, mark: Any) -> None:
         ledger = self._hardware._ledger
         if ledger is not None and place is not None and mark is not None:
             ledger.timeline.wait_until(place, mark)
 
-    def nccl(self, places: Sequence[Any]) -> None:
-        """None: what passes from device to device is modelled, and rings of NCCL's take the same links."""
+    def nccl(self, places: Sequence[Any]) -> VirtualNccl | None:
+        ledger = self._hardware._ledger
+        return None if ledger is None or None in places else VirtualNccl(ledger, places)
 
     def on(self, place: Any) -> AbstractContextManager[Any]:
         ledger = self._hardware._ledger
@@ -317,3 +317,28 @@ class VirtualLink:
             return
         with ledger.on(position, makes_guests=True), ledger.timeline.replica(position, num_replicas):
             yield
+
+
+class VirtualNccl:
+    """`parallel.Nccl` among virtual GPUs, the first of which is the root: the cards of the catalog are all CUDA's.
+
+    What NCCL itself holds on each card, buffers and channels, is not modelled.
+    """
+
+    def __init__(self, ledger: Ledger, devices: Sequence[int]) -> None:
+        self._ledger, self._devices = ledger, tuple(devices)
+
+    def broadcast(self, flats: Sequence[Tensor]) -> None:
+        with self._ledger.unseen():
+            for target in flats[1:]:
+                target.copy_(flats[0])
+        self._ledger.timeline.collective(self._devices, flats[0].nbytes)
+
+    def can_add(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
+
+    def add_up(self, flats: Sequence[Tensor]) -> None:
+        with self._ledger.unseen():
+            for other in flats[1:]:
+                flats[0].add_(other)
+        self._ledger.timeline.collective(self._devices, flats[0].nbytes)

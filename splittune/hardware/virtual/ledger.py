@@ -93,12 +93,14 @@ class Ledger(TorchDispatchMode):
         self._died: deque[_Owned] = deque()
         self._current: int | None = None
         self._makes_guests = False
-        self._is_hop = False
+        self._is_unseen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             return NotImplemented  # torch asks the subclass next; what that does to the tensors it wraps is seen here
         kwargs = kwargs or {}
+        if self._is_unseen:
+            return func(*args, **kwargs)
         operation = _operation(func)
         if operation.is_composite:  # seen only where autograd is off altogether, in inference mode
             with self:
@@ -106,8 +108,7 @@ class Ledger(TorchDispatchMode):
         self.free_dead()
         if operation.is_copy:
             out = func(*args, **kwargs)
-            if not self._is_hop:
-                self._transfer(args[0], args[1])
+            self._transfer(args[0], args[1])
             return out
         inputs = _tensors_in((*args, *kwargs.values()))
         storages = [tensor.untyped_storage() for tensor in inputs]  # kept: `set_` may free one, and its id
@@ -158,14 +159,14 @@ class Ledger(TorchDispatchMode):
                 self._charge(entry, device)
                 entry.home, entry.is_guest = device, False
 
-    def hop(self, source: Tensor, start: int | None, target: Tensor, end: int | None) -> float:
-        """Copy a tensor from one place to another, None for the host, beside what both work on; when that ends."""
-        self._is_hop = True
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What runs inside is not looked at: whoever runs it tells the timeline. It creates nothing."""
+        self._is_unseen = True
         try:
-            target.copy_(source)
+            yield
         finally:
-            self._is_hop = False
-        return self.timeline.hop(start, end, target.nbytes)
+            self._is_unseen = False
 
     def free_dead(self) -> None:
         """Free the blocks of the storages that have died since."""

@@ -22,9 +22,8 @@ class Timeline:
     each but share the interpreter: with n of them a launch takes n times as long. In backward torch
     gives every device a thread that needs no interpreter.
 
-    Between devices there are ordinary copies (`transfer`), for which both queues stand still, and hops (`hop`), which
-    take the links alone. Parameters and gradients travel by hops from device to device, piece by piece: so a link
-    carries each byte once, as in NCCL's rings, which are not modelled apart.
+    Between devices there are ordinary copies (`transfer`), for which both queues stand still; hops (`hop`), which take
+    the links alone; and NCCL's collectives (`collective`), which take every queue and pass through all cards in turn.
     """
 
     def __init__(self, gpus: Sequence[GpuModel]) -> None:
@@ -61,6 +60,22 @@ class Timeline:
     def hop(self, source: int | None, target: int | None, num_bytes: int) -> float:
         """Copy once the queues of both ends have come to it; they go on, and its end is returned."""
         return self._send(source, target, num_bytes, after=[end for end in (source, target) if end is not None])
+
+    def collective(self, devices: Sequence[int], num_bytes: int) -> None:
+        """A broadcast from the first device or a sum at it, in slices that pass from device to device at once.
+
+        Worked: 31.5 MB over links of 31.5e9 bytes/s take 1 ms, and 10 us for every device but one.
+        """
+        for device in devices:
+            self.launched_s[device] = max(self.launched_s[device], self.launched_s[devices[0]]) + LAUNCH_S
+        clocks = (self.launched_s, self.finished_s, self.sent_s, self.received_s)
+        start_s = max(clock[device] for clock in clocks for device in devices)
+        bandwidth = min(self._gpus[device].link_bandwidth_bytes_per_s for device in devices)
+        end_s = start_s + (len(devices) - 1) * TRANSFER_LATENCY_S + num_bytes / bandwidth
+        for device in devices:
+            self.finished_s[device] = self.sent_s[device] = self.received_s[device] = end_s
+            is_between = device not in (devices[0], devices[-1])
+            self.link_bytes[device] += num_bytes * (2 if is_between else 1)
 
     def wait_until(self, device: int, mark_s: float) -> None:
         """The device's queue goes on at that time at the earliest."""

@@ -222,3 +222,15 @@ def test_an_input_comes_while_the_device_is_at_work():
     assert one.received_s[0] == pytest.approx(1e-3, abs=5e-5)
     one.launch(0, 1.0)
     assert one.wait_for_all() == pytest.approx(2.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_a_collective_takes_one_links_time(num_devices):
+    """31.5 MB are 1 ms however many devices there are; all of them wait for the last to come to it."""
+    many = timeline(num_devices)
+    many.launch(1, 1.0)
+    many.collective(range(num_devices), 31_500_000)
+    took_s = 1e-3 + (num_devices - 1) * TRANSFER_LATENCY_S
+    assert many.finished_s == [pytest.approx(1.0 + took_s, abs=3 * LAUNCH_S)] * num_devices
+    assert many.link_bytes[0] == many.link_bytes[-1] == 31_500_000
+    assert many.link_bytes[1:-1] == [63_000_000] * (num_devices - 2)
