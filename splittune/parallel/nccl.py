@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,7 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from splittune.errors import DeviceError
+
 KIND = "cuda"  # and ROCm's cards, whose NCCL goes by the same names
+# Its first use takes some seconds, most of them before anything is queued. A choice: a card that is still busy with
+# something of the caller's is waited for as well.
+FIRST_TRY_LIMIT_S = 120.0
+POLL_S = 0.001
 _ADDABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -73,13 +80,29 @@ def is_nccl_usable(cards: tuple[torch.device, ...]) -> bool:
 
 
 def _try_out(cards: Sequence[torch.device]) -> None:
-    """Raises RuntimeError where NCCL cannot be initialised or gives something else than 1 + 1 + ... = n."""
-    streams = {card: torch.get_device_module(card).current_stream(card) for card in cards}
+    """A broadcast and a sum of one number a card.
+
+    Raises:
+        RuntimeError: NCCL cannot be initialised, or gives something else than 1 + 1 + ... = n.
+        DeviceError: it does not come to an end; the cards are at it for good, and nothing else would get through.
+    """
+    module = torch.get_device_module(cards[0])
+    streams = {card: module.current_stream(card) for card in cards}
     flats = [torch.full((1,), float(index == 0), device=card) for index, card in enumerate(cards)]
     with torch.no_grad():
         nccl = TorchNccl(streams)
         nccl.broadcast(flats)
         nccl.add_up(flats)
+    done, deadline_s = streams[cards[0]].record_event(), time.monotonic() + FIRST_TRY_LIMIT_S
+    while not done.query():
+        if time.monotonic() > deadline_s:
+            raise DeviceError(
+                f"NCCL did not add up one number from each of {', '.join(map(str, cards))} within "
+                f"{FIRST_TRY_LIMIT_S:g} s: expected milliseconds. Often the machine's IOMMU keeps cards from reading "
+                "one another's memory: set NCCL_P2P_DISABLE=1 in the environment and start again. NCCL_DEBUG=INFO says "
+                "more."
+            )
+        time.sleep(POLL_S)
     total = flats[0].item()
     if total != len(cards):
         raise RuntimeError(f"its sum of a one from each of {len(cards)} cards is {total:g}.")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from splittune.cards import module_of
+from splittune.errors import DeviceError
 from splittune.parallel import BalancedDataParallel, TorchLink, nccl
 from tests.parallel.models import MODELS, assert_same, train, whole_batch
 from tests.standin import devices
@@ -152,3 +153,21 @@ def test_integers_and_half_floats_travel(played):
         able.broadcast([source, *targets])
         for target in targets:
             assert torch.equal(target.cpu(), source.cpu())
+
+
+def test_an_nccl_that_hangs_is_an_error(played, monkeypatch):
+    """As between cards that cannot read one another's memory: what to set is said, and nobody waits for ever."""
+    monkeypatch.setattr(nccl, "FIRST_TRY_LIMIT_S", 0.2)
+
+    def hang(inputs, **_kwargs):
+        with module_of(CARDS[0]).device(CARDS[0]):
+            devices.sleep(0, 600.0)
+
+    played.broadcast = hang
+    model, batch = torch.nn.Linear(3, 2).to(CARDS[0]), torch.ones(8, 3, device=CARDS[0])
+    wrapper = wrapped(model, 2, 2, 2, 2)
+    try:
+        with pytest.raises(DeviceError, match=r"standin:0, standin:1, .*within 0\.2 s.*NCCL_P2P_DISABLE=1"):
+            wrapper(batch)
+    finally:
+        devices.forget_delays()
