@@ -67,6 +67,8 @@ def is_nccl_usable(cards: tuple[torch.device, ...]) -> bool:
         return False
     try:
         _try_out(cards)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, AttributeError) as error:  # AttributeError: a torch that was built without it
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         warnings.warn(
