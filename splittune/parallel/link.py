@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+# Private; tests/hardware/virtual/test_shapes.py fails loudly should it change.
+from torch._subclasses.fake_tensor import FakeTensor
+
 from splittune.cards import is_card, module_of
 from splittune.parallel.nccl import Nccl, TorchNccl, is_nccl_usable
 
@@ -218,7 +221,7 @@ def buckets_of(tensors: Sequence[Tensor], limit_bytes: int = BUCKET_BYTES) -> li
     return groups
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def is_joinable(tensor: Tensor) -> bool:

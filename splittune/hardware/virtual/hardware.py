@@ -92,7 +92,8 @@ class VirtualHardware:
         """
         if split.num_devices != len(self.gpus):
             raise DeviceError(f"the split {split} is for {split.num_devices} devices, and there are {len(self.gpus)}.")
-        model.to("cpu")
+        if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
+            model.to("cpu")
         return BalancedDataParallel(
             module=model,
             shard_sizes=split.shard_sizes,

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Private; tests/hardware/virtual/test_shapes.py fails loudly should it change.
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splittune.parallel.collectives import Spread, copy_to_each
@@ -59,8 +62,8 @@ class ModuleState:
 
 
 def version_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Storage and version. Inference tensors have none of the latter, and no gradient."""
-    pointer = tensor.data_ptr() if tensor.layout == torch.strided else 0
+    """Storage and version. Inference tensors have none of the latter, and no gradient; fake ones have no address."""
+    pointer = tensor.data_ptr() if tensor.layout == torch.strided and not isinstance(tensor, FakeTensor) else 0
     return pointer, None if tensor.is_inference() else tensor._version
 
 
