@@ -222,7 +222,11 @@ class WindowEngine:
         self._close()
 
     def begin_backward(self, gradients: ReplicaGradients, last: bool) -> None:
-        """Called as a backward pass begins; its end is `_end_backward`."""
+        """Called as a backward pass begins; its end is `_end_backward`.
+
+        At an output that was watched or, where it did not come through one, that of a gradient penalty say, before its
+        first gradients are taken.
+        """
         backward = _Pass(gradients, is_last=last)
         with self._lock:
             if self.state is not WindowState.BACKWARD:
@@ -233,15 +237,6 @@ class WindowEngine:
             gradients.graph_tasks.add(torch._C._current_graph_task_id())
             self._passes.add(backward)
         _queue_callback(partial(self._end_backward, backward))
-
-    def arrive(self, gradients: ReplicaGradients) -> None:
-        """Called before gradients are taken.
-
-        Where the backward did not come through an output, that of a gradient penalty say, it begins
-        here.
-        """
-        if torch._C._current_graph_task_id() not in gradients.graph_tasks:
-            self.begin_backward(gradients, gradients.is_last)
 
     def _end_backward(self, backward: _Pass) -> None:
         """Called once a pass has ended, as often as it has begun; if it raises, the pass counts as failed.
@@ -255,12 +250,12 @@ class WindowEngine:
             if self._passes:
                 return
         with torch.no_grad():
-            self._hide_partial_gradients()
             if self._was_last:
+                self._hide_partial_gradients()
                 self._bring_home()
                 self._close()
             else:
-                self._partials = show(list(self._live))
+                self._partials = show(list(self._live), self._partials)
         self._in_backward = False
         for gradients in list(self._live):
             gradients.graph_tasks.clear()
@@ -308,6 +303,8 @@ class WindowEngine:
 
     def _judge_partial_gradients(self, *, in_backward: bool) -> None:
         """Keep those that still stand, drop what ``zero_grad()`` gave up, and refuse misuse."""
+        if all(each.is_as_shown for each in self._partials):
+            return
         kept = []
         for each in self._partials:
             verdict = each.verdict(in_backward=in_backward)
@@ -332,7 +329,7 @@ def _on_backward(engine: WindowEngine, gradients: ReplicaGradients, last: bool, 
 def _on_arrival(engine_ref: weakref.ref[WindowEngine], gradients: ReplicaGradients) -> None:
     engine = engine_ref()
     if engine is not None:
-        engine.arrive(gradients)
+        engine.begin_backward(gradients, gradients.is_last)
 
 
 def _deliver(original: Tensor, total: Tensor) -> None:

@@ -32,7 +32,7 @@ class ReplicaGradients:
         originals: the module's own tensors that learn, in the order of all lists here.
         positions: where they were copied to.
         on_arrival: called with this object before gradients are taken, in the thread and pass that
-            brings them.
+            brings them, unless its end has been asked for (`graph_tasks`).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ReplicaGradients:
         """Whether the backward of the latest forward on them ends the window."""
         self.graph_tasks: set[int] = set()
         """The backward passes whose end has been asked for on their behalf, by torch's numbers."""
-        self._on_arrival = on_arrival
+        self._on_arrival = on_arrival or (lambda _: None)
         self._strides = [_strides_of(original) for original in self.originals]
         self._held = {position: Sums(len(self.originals)) for position in positions}
 
@@ -68,17 +68,19 @@ class ReplicaGradients:
 
     def take(self, position: int, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Add gradients that have arrived to those that are held."""
-        if self._on_arrival is not None:
-            self._on_arrival(self)
+        self._arrive()
         self._held[position].add(indices, map(self._laid_out, indices, grads))
 
     def _take_off(self, index: int, leaf: Tensor) -> None:
         """Take a gradient that nobody else has, and that is laid out as the parameter: there are many."""
-        if self._on_arrival is not None:
-            self._on_arrival(self)
+        self._arrive()
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
             self._held[0].add_ours(index, grad.detach() if grad.requires_grad else grad)
+
+    def _arrive(self) -> None:
+        if torch._C._current_graph_task_id() not in self.graph_tasks:
+            self._on_arrival(self)
 
     def at_home(self, index: int) -> Tensor | None:
         """The first device's gradient of ``originals[index]``."""
