@@ -17,7 +17,7 @@ from splittune.parallel.link import Link
 from splittune.parallel.nesting import tensors_of
 from splittune.parallel.transfer import Sums, add_to_home, plus
 from splittune.parallel.window.partial_gradients import PartialGradient, Verdict, has_hooks, show
-from splittune.parallel.window.replica_copies import ModuleState, ReplicaCopies
+from splittune.parallel.window.replica_copies import ReplicaCopies
 from splittune.parallel.window.replica_gradients import ReplicaGradients
 
 # Private, and what DistributedDataParallel and FSDP end their backward with. A test in
@@ -172,14 +172,13 @@ class WindowEngine:
         if torch._C._current_graph_task_id() == -1:
             self._check_window()
         self._evaluated = None
-        state = ModuleState.of(self._module)
         copies = self._kept[-1] if self._kept else None
-        if copies is None or copies.state.fixed != state.fixed or not copies.positions.issuperset(positions):
+        if copies is None or not copies.serve(positions):
             before = () if copies is None else copies.positions
             copies = ReplicaCopies(self._module, link, {*positions, *before}, partial(_on_arrival, weakref.ref(self)))
             self._live.add(copies.gradients)
-        elif copies.home_was_idle or copies.state.buffers != state.buffers:
-            copies.renew_buffers(self._module, link, state)
+        else:
+            copies.renew_buffers(self._module, link)
         # Then a replica's buffers are written back to the module's, through .data, and no other
         # replica has them.
         copies.home_was_idle = 0 not in positions
@@ -192,19 +191,13 @@ class WindowEngine:
 
     def _copy_out_to_evaluate(self, positions: Sequence[int], link: Link) -> Replicas:
         """New trees around the copies of the forward before, while nothing has changed and nothing is trained."""
-        state = ModuleState.of(self._module)
-        copies, is_inference = self._evaluated, torch.is_inference_mode_enabled()
-        if (
-            copies is None
-            or copies.state.fixed != state.fixed
-            or copies.is_inference != is_inference
-            or not copies.positions.issuperset(positions)
-        ):
+        copies = self._evaluated
+        if copies is None or not copies.serve(positions):
             # not beside the old ones
             self._evaluated = copies = None
             self._evaluated = copies = ReplicaCopies(self._module, link, positions)
-        elif copies.home_was_idle or copies.state.buffers != state.buffers:
-            copies.renew_buffers(self._module, link, state)
+        else:
+            copies.renew_buffers(self._module, link)
         copies.home_was_idle = 0 not in positions
         return Replicas(copies.take_trees(self._module), copies.gradients)
 
