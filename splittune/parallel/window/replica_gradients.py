@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,13 +52,18 @@ class ReplicaGradients:
         if position == 0:
             return [self._leaf(index, copied) for index, copied in enumerate(copies)]
         parameters = list(copies)
-        learning = [index for index, original in enumerate(self.originals) if original.requires_grad]
-        for bucket in buckets_of([copies[index] for index in learning]):
-            indices = [learning[member] for member in bucket]
+        for indices in self._buckets:
             recorded = apply(_Parameters, _anchor(), self, position, indices, [copies[index] for index in indices])
             for index, parameter in zip(indices, recorded, strict=True):
                 parameters[index] = parameter
         return parameters
+
+    @cached_property
+    def _buckets(self) -> list[list[int]]:
+        """What learns, in groups whose gradients arrive together: one list for all devices, for copies are alike."""
+        learning = [index for index, original in enumerate(self.originals) if original.requires_grad]
+        buckets = buckets_of([self.originals[index] for index in learning])
+        return [[learning[member] for member in bucket] for bucket in buckets]
 
     def _leaf(self, index: int, copied: Tensor) -> Tensor:
         leaf = copied.detach().requires_grad_(self.originals[index].requires_grad)
