@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from splittune.cards import kind_of_cards
 from splittune.parallel.compiled import (
@@ -96,7 +97,7 @@ def replicate(module: nn.Module, link: Link, positions: Sequence[int]) -> list[n
 
 def min_shard_size_of(module: nn.Module) -> int:
     """The fewest samples that a replica can train on: 2 where BatchNorm computes statistics of its shard, else 1."""
-    norms = (child for child in modules_of(module) if isinstance(child, nn.modules.batchnorm._BatchNorm))
+    norms = (child for child in modules_of(module) if isinstance(child, _BatchNorm))
     return _MIN_BATCH_NORM_SHARD if any(norm.training for norm in norms) else 1
 
 
@@ -172,13 +173,11 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
     device; otherwise those on the module's device count, as in nn.DataParallel. A buffer that was
     made, resized or set to None in forward is so in the module afterwards.
     """
-    if not any(each._buffers for root in (module, replica) for each in modules_of(root)):
+    if not any(each._buffers for each in modules_of(module)):
         return
-    copies = dict(replica.named_modules())
     written: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
-        for path, original in module.named_modules():
-            copied = copies.get(path, original)
+        for original, copied in _pairs_of(module, replica):
             for name, buffer in original._buffers.items():
                 updated = copied._buffers.get(name)
                 if updated is buffer:
@@ -195,6 +194,20 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
                 # .data: BatchNorm's own update is not seen by autograd either, and a buffer that is
                 # written back unchanged may be saved for somebody's backward pass
                 written[index][0].data.copy_(arrived)
+
+
+def _pairs_of(module: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Every module with its replica, but for those that a forward has taken out of the replica."""
+    pairs: dict[nn.Module, nn.Module] = {}
+    waiting: list[tuple[nn.Module | None, nn.Module | None]] = [(module, replica)]
+    while waiting:
+        original, copied = waiting.pop()
+        if original is None or copied is None or original in pairs:
+            continue
+        pairs[original] = copied
+        children = reversed(original._modules.items())
+        waiting.extend((child, copied._modules.get(name)) for name, child in children)
+    return list(pairs.items())
 
 
 def _is_expanded(tensor: Tensor) -> bool:
