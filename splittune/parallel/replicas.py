@@ -88,11 +88,9 @@ def replicate(module: nn.Module, link: Link, positions: Sequence[int]) -> list[n
     fixed = [buffer for buffer in buffers if not buffer.requires_grad]
     moved = broadcast([*parameters, *learning], link, positions)
     fixed_copies = copy_to_each(fixed, link, positions)
-    originals = [*parameters, *learning, *fixed]
-    return [
-        rebuild(module, {id(tensor): copy for tensor, copy in zip(originals, [*a, *b], strict=True)})
-        for a, b in zip(moved, fixed_copies, strict=True)
-    ]
+    return rebuild(
+        module, [*parameters, *learning, *fixed], [[*a, *b] for a, b in zip(moved, fixed_copies, strict=True)]
+    )
 
 
 def min_shard_size_of(module: nn.Module) -> int:
@@ -106,8 +104,8 @@ def unique_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
-    """The module tree anew, around the copied tensors. What is shared in it stays shared.
+def rebuild(root: nn.Module, originals: Sequence[Tensor], copies: Iterable[Sequence[Tensor]]) -> list[nn.Module]:
+    """The module tree anew, around each of several copies of the original tensors. What is shared in it stays shared.
 
     Compiled modules are made anew around the replicas of their originals.
 
@@ -116,11 +114,19 @@ def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
     """
     modules = modules_of(root)
     refuse_unknown(modules)
+    compiled = [module for module in modules if is_compiled(module)]
     plain = [module for module in modules if not is_compiled(module)]
+    keys = [id(original) for original in originals]
+    return [_rebuild(plain, compiled, dict(zip(keys, each, strict=True)))[id(root)] for each in copies]
+
+
+def _rebuild(
+    plain: Sequence[nn.Module], compiled: Sequence[nn.Module], copies: dict[int, Tensor]
+) -> dict[int, nn.Module]:
+    """A replica of each module, around the copies of its tensors; both by the ids of the originals."""
     replicas = {id(module): _bare_replica(module) for module in plain}
-    for module in reversed(modules):  # compiled ones may be around one another
-        if is_compiled(module):
-            replicas[id(module)] = compiled_as(module, replicas[id(original_of(module))])
+    for module in reversed(compiled):  # they may be around one another
+        replicas[id(module)] = compiled_as(module, replicas[id(original_of(module))])
     for module in plain:
         replica = replicas[id(module)]
         for name, child in module._modules.items():
@@ -134,7 +140,7 @@ def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
             replica._parameters[name] = copy  # type: ignore[assignment]  # so that parameters() is not empty
         for name, buffer in module._buffers.items():
             replica._buffers[name] = None if buffer is None else copies[id(buffer)]
-    return replicas[id(root)]
+    return replicas
 
 
 def _bare_replica(module: nn.Module) -> nn.Module:
@@ -145,7 +151,8 @@ def _bare_replica(module: nn.Module) -> nn.Module:
     else:
         replica = module._replicate_for_data_parallel()
     # torch's share the module's own tables: what a replica's forward installs would pile up there, once a replica
-    replica.__dict__.update({name: table.copy() for name, table in hook_tables_of(module).items()})
+    for name, table in hook_tables_of(module).items():
+        replica.__dict__[name] = table.copy() if table else OrderedDict()  # of an empty one a new one is made sooner
     compile_call(replica)
     return replica
 
@@ -163,7 +170,8 @@ def _as_torchs_hook_does(module: nn.Module) -> nn.Module:
 
 def hook_tables_of(module: nn.Module) -> dict[str, OrderedDict[int, Any]]:
     """The tables of hooks that a forward or backward pass runs, by the attribute that holds each."""
-    return {name: module.__dict__[name] for name in HOOK_TABLES if name in module.__dict__}
+    attributes = module.__dict__
+    return {name: attributes[name] for name in HOOK_TABLES if name in attributes}
 
 
 def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> None:

@@ -153,9 +153,8 @@ class ReplicaCopies:
 
     def _build_trees(self, module: nn.Module) -> None:
         originals = [*self.gradients.originals, *self._buffers[0]]
-        for position, parameters in self._parameters.items():
-            copies = [*parameters, *self._buffers[position]]
-            self.trees[position] = rebuild(module, dict(zip(map(id, originals), copies, strict=True)))
+        copies = ([*parameters, *self._buffers[position]] for position, parameters in self._parameters.items())
+        self.trees = dict(zip(self._parameters, rebuild(module, originals, copies), strict=True))
 
     def _may_differ_by_statistics_alone(self, before: Buffers, now: Buffers) -> bool:
         """Whether the same buffers are there, and all but statistics are as they were copied."""
