@@ -11,10 +11,11 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     Worked: of ``Sequential(a, Sequential(b, a))`` it is the outer one, a, the inner one, b.
     """
     found: dict[nn.Module, None] = {}
-    waiting = [root]
+    waiting: list[nn.Module | None] = [root]
     while waiting:
         module = waiting.pop()
-        if module not in found:
+        if module is not None and module not in found:
             found[module] = None
-            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+            if module._modules:  # most have none
+                waiting.extend(reversed(module._modules.values()))
     return list(found)

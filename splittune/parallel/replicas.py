@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from splittune.cards import kind_of_cards
 from splittune.parallel.collectives import copy_to_each
@@ -88,16 +89,14 @@ def replicate(module: nn.Module, link: Link, positions: Sequence[int]) -> list[n
     fixed = [buffer for buffer in buffers if not buffer.requires_grad]
     moved = broadcast([*parameters, *learning], link, positions)
     fixed_copies = copy_to_each(fixed, link, positions)
-    originals = [*parameters, *learning, *fixed]
-    return [
-        rebuild(module, {id(tensor): copy for tensor, copy in zip(originals, [*a, *b], strict=True)})
-        for a, b in zip(moved, fixed_copies, strict=True)
-    ]
+    return rebuild(
+        module, [*parameters, *learning, *fixed], [[*a, *b] for a, b in zip(moved, fixed_copies, strict=True)]
+    )
 
 
 def min_shard_size_of(module: nn.Module) -> int:
     """The fewest samples that a replica can train on: 2 where BatchNorm computes statistics of its shard, else 1."""
-    norms = (child for child in modules_of(module) if isinstance(child, nn.modules.batchnorm._BatchNorm))
+    norms = (child for child in modules_of(module) if isinstance(child, _BatchNorm))
     return _MIN_BATCH_NORM_SHARD if any(norm.training for norm in norms) else 1
 
 
@@ -106,8 +105,8 @@ def unique_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
-    """The module tree anew, around the copied tensors. What is shared in it stays shared.
+def rebuild(root: nn.Module, originals: Sequence[Tensor], copies: Iterable[Sequence[Tensor]]) -> list[nn.Module]:
+    """The module tree anew, around each of several copies of the original tensors. What is shared in it stays shared.
 
     Compiled modules are made anew around the replicas of their originals.
 
@@ -116,11 +115,19 @@ def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
     """
     modules = modules_of(root)
     refuse_unknown(modules)
+    compiled = [module for module in modules if is_compiled(module)]
     plain = [module for module in modules if not is_compiled(module)]
+    keys = [id(original) for original in originals]
+    return [_rebuild(plain, compiled, dict(zip(keys, each, strict=True)))[id(root)] for each in copies]
+
+
+def _rebuild(
+    plain: Sequence[nn.Module], compiled: Sequence[nn.Module], copies: dict[int, Tensor]
+) -> dict[int, nn.Module]:
+    """A replica of each module, around the copies of its tensors; both by the ids of the originals."""
     replicas = {id(module): _bare_replica(module) for module in plain}
-    for module in reversed(modules):  # compiled ones may be around one another
-        if is_compiled(module):
-            replicas[id(module)] = compiled_as(module, replicas[id(original_of(module))])
+    for module in reversed(compiled):  # they may be around one another
+        replicas[id(module)] = compiled_as(module, replicas[id(original_of(module))])
     for module in plain:
         replica = replicas[id(module)]
         for name, child in module._modules.items():
@@ -134,7 +141,7 @@ def rebuild(root: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
             replica._parameters[name] = copy  # type: ignore[assignment]  # so that parameters() is not empty
         for name, buffer in module._buffers.items():
             replica._buffers[name] = None if buffer is None else copies[id(buffer)]
-    return replicas[id(root)]
+    return replicas
 
 
 def _bare_replica(module: nn.Module) -> nn.Module:
@@ -145,7 +152,8 @@ def _bare_replica(module: nn.Module) -> nn.Module:
     else:
         replica = module._replicate_for_data_parallel()
     # torch's share the module's own tables: what a replica's forward installs would pile up there, once a replica
-    replica.__dict__.update({name: table.copy() for name, table in hook_tables_of(module).items()})
+    for name, table in hook_tables_of(module).items():
+        replica.__dict__[name] = table.copy() if table else OrderedDict()  # of an empty one a new one is made sooner
     compile_call(replica)
     return replica
 
@@ -163,7 +171,8 @@ def _as_torchs_hook_does(module: nn.Module) -> nn.Module:
 
 def hook_tables_of(module: nn.Module) -> dict[str, OrderedDict[int, Any]]:
     """The tables of hooks that a forward or backward pass runs, by the attribute that holds each."""
-    return {name: module.__dict__[name] for name in HOOK_TABLES if name in module.__dict__}
+    attributes = module.__dict__
+    return {name: attributes[name] for name in HOOK_TABLES if name in attributes}
 
 
 def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> None:
@@ -173,13 +182,11 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
     device; otherwise those on the module's device count, as in nn.DataParallel. A buffer that was
     made, resized or set to None in forward is so in the module afterwards.
     """
-    if not any(each._buffers for root in (module, replica) for each in modules_of(root)):
+    if not any(each._buffers for each in modules_of(module)):
         return
-    copies = dict(replica.named_modules())
     written: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
-        for path, original in module.named_modules():
-            copied = copies.get(path, original)
+        for original, copied in _pairs_of(module, replica):
             for name, buffer in original._buffers.items():
                 updated = copied._buffers.get(name)
                 if updated is buffer:
@@ -200,6 +207,20 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
                 # .data: BatchNorm's own update is not seen by autograd either, and a buffer that is
                 # written back unchanged may be saved for somebody's backward pass
                 written[index][0].data.copy_(arrived)
+
+
+def _pairs_of(module: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Every module with its replica, but for those that a forward has taken out of the replica."""
+    pairs: dict[nn.Module, nn.Module] = {}
+    waiting: list[tuple[nn.Module | None, nn.Module | None]] = [(module, replica)]
+    while waiting:
+        original, copied = waiting.pop()
+        if original is None or copied is None or original in pairs:
+            continue
+        pairs[original] = copied
+        children = reversed(original._modules.items())
+        waiting.extend((child, copied._modules.get(name)) for name, child in children)
+    return list(pairs.items())
 
 
 def _is_expanded(tensor: Tensor) -> bool:

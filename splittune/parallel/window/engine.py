@@ -18,7 +18,7 @@ from splittune.parallel.link import Link
 from splittune.parallel.nesting import tensors_of
 from splittune.parallel.sums import Sums, plus
 from splittune.parallel.window.partial_gradients import PartialGradient, Verdict, has_hooks, show
-from splittune.parallel.window.replica_copies import ModuleState, ReplicaCopies
+from splittune.parallel.window.replica_copies import ReplicaCopies
 from splittune.parallel.window.replica_gradients import ReplicaGradients
 
 # Private, and what DistributedDataParallel and FSDP end their backward with. A test in
@@ -173,14 +173,13 @@ class WindowEngine:
         if torch._C._current_graph_task_id() == -1:
             self._check_window()
         self._evaluated = None
-        state = ModuleState.of(self._module)
         copies = self._kept[-1] if self._kept else None
-        if copies is None or copies.state.fixed != state.fixed or not copies.positions.issuperset(positions):
+        if copies is None or not copies.serve(positions):
             before = () if copies is None else copies.positions
             copies = ReplicaCopies(self._module, link, {*positions, *before}, partial(_on_arrival, weakref.ref(self)))
             self._live.add(copies.gradients)
-        elif copies.home_was_idle or copies.state.buffers != state.buffers:
-            copies.renew_buffers(self._module, link, state)
+        else:
+            copies.renew_buffers(self._module, link)
         # Then a replica's buffers are written back to the module's, through .data, and no other
         # replica has them.
         copies.home_was_idle = 0 not in positions
@@ -193,19 +192,13 @@ class WindowEngine:
 
     def _copy_out_to_evaluate(self, positions: Sequence[int], link: Link) -> Replicas:
         """New trees around the copies of the forward before, while nothing has changed and nothing is trained."""
-        state = ModuleState.of(self._module)
-        copies, is_inference = self._evaluated, torch.is_inference_mode_enabled()
-        if (
-            copies is None
-            or copies.state.fixed != state.fixed
-            or copies.is_inference != is_inference
-            or not copies.positions.issuperset(positions)
-        ):
+        copies = self._evaluated
+        if copies is None or not copies.serve(positions):
             # not beside the old ones
             self._evaluated = copies = None
             self._evaluated = copies = ReplicaCopies(self._module, link, positions)
-        elif copies.home_was_idle or copies.state.buffers != state.buffers:
-            copies.renew_buffers(self._module, link, state)
+        else:
+            copies.renew_buffers(self._module, link)
         copies.home_was_idle = 0 not in positions
         return Replicas(copies.take_trees(self._module), copies.gradients)
 
@@ -223,7 +216,11 @@ class WindowEngine:
         self._close()
 
     def begin_backward(self, gradients: ReplicaGradients, last: bool) -> None:
-        """Called as a backward pass begins; its end is `_end_backward`."""
+        """Called as a backward pass begins; its end is `_end_backward`.
+
+        At an output that was watched or, where it did not come through one, that of a gradient penalty say, before its
+        first gradients are taken.
+        """
         backward = _Pass(gradients, is_last=last)
         with self._lock:
             if self.state is not WindowState.BACKWARD:
@@ -234,15 +231,6 @@ class WindowEngine:
             gradients.graph_tasks.add(torch._C._current_graph_task_id())
             self._passes.add(backward)
         _queue_callback(partial(self._end_backward, backward))
-
-    def arrive(self, gradients: ReplicaGradients) -> None:
-        """Called before gradients are taken.
-
-        Where the backward did not come through an output, that of a gradient penalty say, it begins
-        here.
-        """
-        if torch._C._current_graph_task_id() not in gradients.graph_tasks:
-            self.begin_backward(gradients, gradients.is_last)
 
     def _end_backward(self, backward: _Pass) -> None:
         """Called once a pass has ended, as often as it has begun; if it raises, the pass counts as failed.
@@ -256,12 +244,12 @@ class WindowEngine:
             if self._passes:
                 return
         with torch.no_grad():
-            self._hide_partial_gradients()
             if self._was_last:
+                self._hide_partial_gradients()
                 self._bring_home()
                 self._close()
             else:
-                self._partials = show(list(self._live))
+                self._partials = show(list(self._live), self._partials)
         self._in_backward = False
         for gradients in list(self._live):
             gradients.graph_tasks.clear()
@@ -312,6 +300,8 @@ class WindowEngine:
 
     def _judge_partial_gradients(self, *, in_backward: bool) -> None:
         """Keep those that still stand, drop what ``zero_grad()`` gave up, and refuse misuse."""
+        if all(each.is_as_shown for each in self._partials):
+            return
         kept = []
         for each in self._partials:
             verdict = each.verdict(in_backward=in_backward)
@@ -336,7 +326,7 @@ def _on_backward(engine: WindowEngine, gradients: ReplicaGradients, last: bool, 
 def _on_arrival(engine_ref: weakref.ref[WindowEngine], gradients: ReplicaGradients) -> None:
     engine = engine_ref()
     if engine is not None:
-        engine.arrive(gradients)
+        engine.begin_backward(gradients, gradients.is_last)
 
 
 def _deliver(original: Tensor, total: Tensor) -> None:

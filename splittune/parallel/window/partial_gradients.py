@@ -122,18 +122,22 @@ class PartialGradient:
         return Found.UNTOUCHED if self.grad._version == self.grad_version else Found.CHANGED
 
     @property
+    def is_as_shown(self) -> bool:
+        """Whether nothing at all was done, so that `verdict` is KEPT: it nearly always is, and there are many."""
+        grad, parameter = self.grad, self.parameter
+        is_untouched = parameter.grad is grad and grad._version == self.grad_version
+        return is_untouched and version_of(parameter) == self.parameter_version
+
+    @property
     def is_given_up(self) -> bool:
         """Whether ``zero_grad()``, whichever way, was called: for after a backward that failed."""
         return self.found in (Found.NONE, Found.OTHER) or (self.found is Found.CHANGED and _is_zero(self.grad))
 
     def verdict(self, *, in_backward: bool) -> Verdict:
         """`judge`, of what is there now."""
-        parameter_changed, found = version_of(self.parameter) != self.parameter_version, self.found
-        if found is Found.UNTOUCHED and not parameter_changed:  # as it nearly always is, and there are many
-            return Verdict.KEPT
         return judge(
-            parameter_changed=parameter_changed,
-            found=found,
+            parameter_changed=version_of(self.parameter) != self.parameter_version,
+            found=self.found,
             shown=self.shown,
             is_sparse=self.grad.layout != torch.strided,
             in_backward=in_backward,
@@ -147,18 +151,34 @@ class PartialGradient:
         if (self.shown is Shown.REPLICA_0 and is_there) or (self.shown is Shown.ZEROS and found is Found.UNTOUCHED):
             self.parameter.grad = None
 
+    def renew(self) -> None:
+        """Take what is there now for what was shown."""
+        self.parameter_version, self.grad_version = version_of(self.parameter), self.grad._version
 
-def show(every_gradients: Iterable[ReplicaGradients]) -> list[PartialGradient]:
+
+def show(every_gradients: Iterable[ReplicaGradients], before: Iterable[PartialGradient] = ()) -> list[PartialGradient]:
     """Let each parameter that a replica holds a gradient of show the first device's part of it.
 
-    One that is no leaf, as a buffer that learned before it was moved, has no gradient to show: its
+    What was shown `before` is hidden; a replica's own gradient is the same tensor all through a window and goes on
+    being shown. A parameter that is no leaf, as a buffer that learned before it was moved, has no gradient to show: its
     own backward brings that to the leaf once the window ends.
     """
+    earlier = {id(each.parameter): each for each in before}
     partials: dict[int, PartialGradient] = {}
     for gradients in every_gradients:
         for index, original in enumerate(gradients.originals):
-            if original.is_leaf and id(original) not in partials and gradients.has_gradient(index):
-                partials[id(original)] = _show_one(gradients, index)
+            key = id(original)
+            shown = earlier.pop(key, None)
+            if shown is not None and original.grad is shown.grad is gradients.at_home(index):
+                shown.renew()
+                partials[key] = shown
+                continue
+            if shown is not None:
+                shown.hide()
+            if original.is_leaf and key not in partials and gradients.has_gradient(index):
+                partials[key] = _show_one(gradients, index)
+    for shown in earlier.values():
+        shown.hide()
     return list(partials.values())
 
 

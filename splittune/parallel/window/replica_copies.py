@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,52 +20,67 @@ from splittune.parallel.modules import modules_of
 from splittune.parallel.replicas import HOOK_TABLES, rebuild, unique_tensors
 from splittune.parallel.window.replica_gradients import Arrival, ReplicaGradients
 
-# What every module has: tables, whose contents are looked at, and constants.
-_TABLES = frozenset(vars(nn.Module())) - {"training"}
+# What hangs on a module beside its attributes. Buffers are looked at by themselves.
+_TABLES = ("_modules", "_parameters", *HOOK_TABLES)
 
 
-@dataclass(frozen=True, slots=True)
 class ModuleState:
-    """What copies were made of: two equal states need no new copies.
+    """What copies were made of: as long as the module still is that, no new ones are needed.
 
-    Example: after ``optimizer.step()`` the parameters' versions differ, so `fixed` differs; after a
-    forward of BatchNorm only `buffers` does.
+    Example: after ``optimizer.step()`` the parameters' versions differ, so it is not current; after
+    a forward of BatchNorm it is, and only `buffers` differ from `buffers_now`.
     """
 
-    fixed: tuple[Any, ...]
-    """All but the buffers, which a forward pass may change and which are few: they are renewed by
-    themselves."""
-    buffers: tuple[Any, ...]
-    held: tuple[Any, ...] = field(compare=False)
-    """All that is told by its id: as long as it is held, no other object gets that."""
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = modules_of(module)
+        self.parameters = [p for child in self.modules for p in child._parameters.values() if p is not None]
+        self.buffers = self.buffers_now()
+        """Apart from the rest: a forward pass may change them, and they are few. They are renewed by themselves."""
+        self._tables = [child.__dict__[name] for child in self.modules for name in _TABLES if name in child.__dict__]
+        self._parts, self._versions = self._parts_now(), self._versions_now()
 
-    @classmethod
-    def of(cls, module: nn.Module) -> ModuleState:
-        """Versions and storages of tensors, and the identity of all that hangs on the modules."""
-        parts: list[Any] = []
-        parameters: list[Tensor] = []
-        buffers: list[Tensor] = []
-        for child in modules_of(module):
-            parts.append(child)
-            parts += [value for name, value in child.__dict__.items() if name not in _TABLES]
-            parts += child._modules.values()
-            for name in HOOK_TABLES:
-                if table := child.__dict__.get(name):
-                    parts += table.values()
-            parameters += [parameter for parameter in child._parameters.values() if parameter is not None]
-            buffers += [buffer for buffer in child._buffers.values() if buffer is not None]
-        learning = tuple((id(p), *version_of(p), p.requires_grad) for p in parameters)
-        return cls(
-            fixed=(learning, *map(id, parts)),
-            buffers=tuple((id(b), *version_of(b), b.requires_grad) for b in buffers),
-            held=(*parts, *parameters, *buffers),
+    def is_current(self) -> bool:
+        """Whether all but the buffers is as it was."""
+        parts = self._parts_now()
+        return (
+            len(parts) == len(self._parts)
+            and all(map(is_, parts, self._parts))
+            and self._versions_now() == self._versions
         )
+
+    def buffers_now(self) -> Buffers:
+        """The buffers of these modules as they are now."""
+        buffers = [buffer for child in self.modules for buffer in child._buffers.values() if buffer is not None]
+        return Buffers(buffers, [(id(buffer), *version_of(buffer), buffer.requires_grad) for buffer in buffers])
+
+    def _parts_now(self) -> list[Any]:
+        """All that hangs on the modules. To hold it is to know it again: no other object gets its id.
+
+        The modules and tables of before will do: whoever adds or takes away one of them changes what is in another.
+        """
+        return list(chain.from_iterable(map(dict.values, chain(map(vars, self.modules), self._tables))))
+
+    def _versions_now(self) -> list[tuple[Any, ...]]:
+        return [(version_of(parameter), parameter.requires_grad) for parameter in self.parameters]
+
+
+class Buffers(NamedTuple):
+    """Buffers at some moment."""
+
+    tensors: list[Tensor]
+    versions: list[tuple[Any, ...]]
+    """Of each its id, storage and version, and whether it learns."""
 
 
 def version_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Storage and version. Inference tensors have none of the latter, and no gradient; fake ones have no address."""
-    pointer = tensor.data_ptr() if tensor.layout == torch.strided and not isinstance(tensor, FakeTensor) else 0
-    return pointer, None if tensor.is_inference() else tensor._version
+    """Storage and version. Inference tensors have none of the latter, sparse and fake ones none of the former."""
+    if type(tensor) is FakeTensor:
+        return 0, tensor._version
+    try:
+        return tensor.data_ptr(), tensor._version
+    except RuntimeError:  # by far the most have both: to ask first would take three times as long
+        pointer = tensor.data_ptr() if tensor.layout == torch.strided else 0
+        return pointer, None if tensor.is_inference() else tensor._version
 
 
 class ReplicaCopies:
@@ -80,8 +96,9 @@ class ReplicaCopies:
         self.home_was_idle = False
         self.is_inference = torch.is_inference_mode_enabled()
         self.positions = frozenset(positions)
-        parameters, buffers = unique_tensors(module.parameters()), unique_tensors(module.buffers())
-        originals = [*parameters, *(buffer for buffer in buffers if buffer.requires_grad)]
+        self._state = ModuleState(module)
+        learning = (buffer for buffer in self._state.buffers.tensors if buffer.requires_grad)
+        originals = unique_tensors([*self._state.parameters, *learning])
         self._elsewhere = [position for position in sorted(self.positions) if position != 0]
         with torch.no_grad():
             moved = copy_to_each(originals, link, self._elsewhere)
@@ -94,21 +111,31 @@ class ReplicaCopies:
         self._parameters = copied
         self.trees: dict[int, nn.Module] = {}
         self._rebuild(module, link)
-        self.state = ModuleState.of(module)
 
-    def renew_buffers(self, module: nn.Module, link: Link, state: ModuleState) -> None:
-        """Copy the buffers out again, for a module that is in this state now.
+    def serve(self, positions: Sequence[int]) -> bool:
+        """Whether a forward on these positions may run on them: buffers aside, they are as new ones would be."""
+        return (
+            self.positions.issuperset(positions)
+            and self.is_inference == torch.is_inference_mode_enabled()
+            and self._state.is_current()
+        )
+
+    def renew_buffers(self, module: nn.Module, link: Link) -> None:
+        """Copy the buffers out again if they may have changed, for copies that `serve` all but for them.
 
         Where all that changed are statistics of BatchNorm in training, new values are written over
         the copies that are there: such statistics are part of no gradient, and BatchNorm's own
         update is not seen by autograd either. Around other buffers the trees are built anew, for a
         graph may have saved the old ones.
         """
-        if self._may_differ_by_statistics_alone(module, state):
+        before, now = self._state.buffers, self._state.buffers_now()
+        if not self.home_was_idle and now.versions == before.versions:
+            return
+        self._state.buffers = now
+        if self._may_differ_by_statistics_alone(before, now):
             self._statistics.renew()
         else:
             self._rebuild(module, link)
-        self.state = state
 
     def take_trees(self, module: nn.Module) -> dict[int, nn.Module]:
         """The trees, for one forward alone: the next one gets new ones, and what this one sets on them is gone."""
@@ -119,8 +146,8 @@ class ReplicaCopies:
 
     def _rebuild(self, module: nn.Module, link: Link) -> None:
         """New copies of the buffers, and trees around them; at home they are the module's own."""
-        buffers = {id(buffer): buffer for buffer in module.buffers() if not buffer.requires_grad}
-        statistics = {id(buffer): buffer for buffer in _statistics_of(module) if id(buffer) in buffers}
+        buffers = {id(buffer): buffer for buffer in self._state.buffers.tensors if not buffer.requires_grad}
+        statistics = {id(b): b for b in _statistics_of(self._state.modules) if id(b) in buffers}
         others = [buffer for buffer in buffers.values() if id(buffer) not in statistics]
         self._buffers = {0: [*statistics.values(), *others]}
         self._statistics = Statistics(list(statistics.values()), link, self._elsewhere)
@@ -131,20 +158,19 @@ class ReplicaCopies:
 
     def _build_trees(self, module: nn.Module) -> None:
         originals = [*self.gradients.originals, *self._buffers[0]]
-        for position, parameters in self._parameters.items():
-            copies = [*parameters, *self._buffers[position]]
-            self.trees[position] = rebuild(module, dict(zip(map(id, originals), copies, strict=True)))
+        copies = ([*parameters, *self._buffers[position]] for position, parameters in self._parameters.items())
+        self.trees = dict(zip(self._parameters, rebuild(module, originals, copies), strict=True))
 
-    def _may_differ_by_statistics_alone(self, module: nn.Module, state: ModuleState) -> bool:
+    def _may_differ_by_statistics_alone(self, before: Buffers, now: Buffers) -> bool:
         """Whether the same buffers are there, and all but statistics are as they were copied."""
-        if len(state.buffers) != len(self.state.buffers) or not self._statistics.are(_statistics_of(module)):
+        if len(now.versions) != len(before.versions) or not self._statistics.have_their_shapes:
             return False
         own = {id(buffer) for buffer in self._statistics.originals}
         if self.home_was_idle and len(own) < len(self._buffers[0]):
             return False  # a replica's were written to the module's without a trace
         return all(
-            now == before or (now[0] == before[0] and now[0] in own)
-            for now, before in zip(state.buffers, self.state.buffers, strict=True)
+            is_now == was or (is_now[0] == was[0] and is_now[0] in own)
+            for is_now, was in zip(now.versions, before.versions, strict=True)
         )
 
 
@@ -171,15 +197,13 @@ class Statistics:
                         own[index] = copied
                 self._buckets.append((members, flat, unflatten(flat, members), flats))
 
+    @property
+    def have_their_shapes(self) -> bool:
+        """Whether the originals have the shapes that they had."""
+        return all(now.shape == shape for now, shape in zip(self.originals, self._shapes, strict=True))
+
     def _spread(self) -> Spread:
         return Spread(self._link, self._link.place_of(self.originals[0]), self._places)
-
-    def are(self, statistics: Sequence[Tensor]) -> bool:
-        """Whether these are the originals, with the shapes they had."""
-        return len(statistics) == len(self.originals) and all(
-            now is before and now.shape == shape
-            for now, before, shape in zip(statistics, self.originals, self._shapes, strict=True)
-        )
 
     def renew(self) -> None:
         """Write the originals' values over the copies."""
@@ -192,7 +216,7 @@ class Statistics:
                 spread.send(flat, [there.data for there in flats])
 
 
-def _statistics_of(module: nn.Module) -> list[Tensor]:
-    """The statistics that BatchNorm keeps while it trains, each once."""
-    norms = (child for child in modules_of(module) if isinstance(child, _BatchNorm) and child.training)
-    return unique_tensors(buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None)
+def _statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The statistics that BatchNorm keeps while it trains."""
+    norms = (child for child in modules if isinstance(child, _BatchNorm) and child.training)
+    return [buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None]

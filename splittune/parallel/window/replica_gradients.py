@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class ReplicaGradients:
         originals: the module's own tensors that learn, in the order of all lists here.
         positions: where they were copied to.
         on_arrival: called with this object before gradients are taken, in the thread and pass that
-            brings them.
+            brings them, unless its end has been asked for (`graph_tasks`).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ReplicaGradients:
         """Whether the backward of the latest forward on them ends the window."""
         self.graph_tasks: set[int] = set()
         """The backward passes whose end has been asked for on their behalf, by torch's numbers."""
-        self._on_arrival = on_arrival
+        self._on_arrival = on_arrival or (lambda _: None)
         self._strides = [_strides_of(original) for original in self.originals]
         self._held = {position: Sums(len(self.originals)) for position in positions}
 
@@ -53,13 +53,18 @@ class ReplicaGradients:
         if position == 0:
             return [self._leaf(index, copied) for index, copied in enumerate(copies)]
         parameters = list(copies)
-        learning = [index for index, original in enumerate(self.originals) if original.requires_grad]
-        for bucket in buckets_of([copies[index] for index in learning]):
-            indices = [learning[member] for member in bucket]
+        for indices in self._buckets:
             recorded = apply(_Parameters, _anchor(), self, position, indices, [copies[index] for index in indices])
             for index, parameter in zip(indices, recorded, strict=True):
                 parameters[index] = parameter
         return parameters
+
+    @cached_property
+    def _buckets(self) -> list[list[int]]:
+        """What learns, in groups whose gradients arrive together: one list for all devices, for copies are alike."""
+        learning = [index for index, original in enumerate(self.originals) if original.requires_grad]
+        buckets = buckets_of([self.originals[index] for index in learning])
+        return [[learning[member] for member in bucket] for bucket in buckets]
 
     def _leaf(self, index: int, copied: Tensor) -> Tensor:
         leaf = copied.detach().requires_grad_(self.originals[index].requires_grad)
@@ -69,17 +74,19 @@ class ReplicaGradients:
 
     def take(self, position: int, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Add gradients that have arrived to those that are held."""
-        if self._on_arrival is not None:
-            self._on_arrival(self)
+        self._arrive()
         self._held[position].add(indices, map(self._laid_out, indices, grads))
 
     def _take_off(self, index: int, leaf: Tensor) -> None:
         """Take a gradient that nobody else has, and that is laid out as the parameter: there are many."""
-        if self._on_arrival is not None:
-            self._on_arrival(self)
+        self._arrive()
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
             self._held[0].add_ours(index, grad.detach() if grad.requires_grad else grad)
+
+    def _arrive(self) -> None:
+        if torch._C._current_graph_task_id() not in self.graph_tasks:
+            self._on_arrival(self)
 
     def at_home(self, index: int) -> Tensor | None:
         """The first device's gradient of ``originals[index]``."""

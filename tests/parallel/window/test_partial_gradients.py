@@ -165,3 +165,35 @@ def test_zeros_that_others_added_to_stay() -> None:
     partial = only(show_with(net, {1: torch.ones(1, 2)}))
     partial.hide()
     assert net.weight.grad is None
+
+
+def test_what_goes_on_being_shown_is_judged_by_what_it_is_now() -> None:
+    """Of the backward before, the first device's gradient stays where it is; only its versions are noted anew."""
+    net = model()
+    held = ReplicaGradients([net.weight], range(2), TorchLink([CPU, CPU]))
+    held.take(0, [0], [torch.ones(1, 2)])
+    first = only(show([held]))
+    held.take(0, [0], [torch.ones(1, 2)])
+    assert net.weight.grad is first.grad
+    assert first.found is Found.CHANGED
+    again = only(show([held], [first]))
+    assert again.found is Found.UNTOUCHED
+    assert again.shown is Shown.REPLICA_0
+    assert net.weight.grad is again.grad
+    assert net.weight.grad.tolist() == [[2, 2]]
+
+
+def test_what_was_shown_before_is_hidden() -> None:
+    """Zeros give way to the first device's gradient, once there is one; what no replica has any more is gone."""
+    net = model()
+    held = ReplicaGradients([net.weight], range(2), TorchLink([CPU, CPU]))
+    held.take(1, [0], [torch.ones(1, 2)])
+    zeros = only(show([held]))
+    assert zeros.shown is Shown.ZEROS
+    held.take(0, [0], [torch.ones(1, 2)])
+    shown = only(show([held], [zeros]))
+    assert shown.shown is Shown.REPLICA_0
+    assert net.weight.grad.tolist() == [[1, 1]]
+    held.drop()
+    assert show([held], [shown]) == []
+    assert net.weight.grad is None
