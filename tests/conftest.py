@@ -6,7 +6,7 @@ import gc
 import random
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,14 @@ torch.set_num_threads(1)  # so that workers do not fight over the cores
 GATHERED = pytest.StashKey[Gathered]()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """After every trial garbage is collected: all that was imported before the first test is not looked at each time.
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> None:
+    """After every trial garbage is collected: all that other tests have imported and left is not looked at each time.
 
     Nor does `gc.get_referrers` see it.
     """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
