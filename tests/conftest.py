@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from splittune.hardware.virtual.ledger import Ledger
 from tests.faults.table import KEPT, PROPERTY, Gathered, as_csv, as_lines, differences, read, updated
@@ -48,9 +49,9 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     refs: list[weakref.ref[Any]] = []
     add = Ledger._add
 
-    def add_and_note(self: Ledger, storage: Any, *args: Any, **kwargs: Any) -> None:
-        refs.append(weakref.ref(storage))
-        add(self, storage, *args, **kwargs)
+    def add_and_note(self: Ledger, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        refs.append(weakref.ref(tensor.untyped_storage()))
+        add(self, tensor, *args, **kwargs)
 
     monkeypatch.setattr(Ledger, "_add", add_and_note)
     return refs

@@ -108,7 +108,9 @@ def _beside_trace(measurement: Measurement, trace: Trace, windows: Sequence[Wind
 
 def _begins_a_trial(windows: Sequence[Window], i: int) -> bool:
     """A trial begins with a warm-up, and no warm-up follows what was timed."""
-    return windows[i].phase == "warm_up" and (i == 0 or windows[i - 1].phase in ("update", "whole_step"))
+    return windows[i].phase == "warm_up" and (
+        i == 0 or windows[i - 1].phase in ("update", "unbroken_round", "whole_step")
+    )
 
 
 def _beside_card(stage: Stage, measurement: Measurement, samples: CardSamples) -> dict[str, Any]:

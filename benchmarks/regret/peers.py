@@ -175,7 +175,7 @@ class _Trials:
         try:
             yield
         except Exception as error:
-            self.num_ooms += is_out_of_memory(error)
+            self.num_ooms += is_out_of_memory(error, self._hardware.free_bytes)
             raise
 
     def train_from_scratch(self, batch_size: int) -> None:

@@ -170,7 +170,8 @@ class Hardware(Protocol):
     def busy_s(self) -> tuple[float, ...] | None:
         """Seconds each device has worked so far, ever growing.
 
-        None where what ran since the last call is unknown.
+        Of a virtual device its kernels' own; of a card also the gaps between them, while the host
+        launches the next. None where what ran since the last call is unknown.
         """
         ...
 
@@ -184,6 +185,13 @@ class Hardware(Protocol):
 
     def allocated_bytes(self) -> tuple[int, ...]:
         """What this process's tensors hold on each device now."""
+        ...
+
+    def free_bytes(self) -> tuple[int, ...] | None:
+        """What each device's driver can still give, of which torch's cache is no part.
+
+        None where nobody can tell.
+        """
         ...
 
     def num_alloc_retries(self) -> tuple[int, ...]:

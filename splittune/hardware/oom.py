@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import builtins
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from splittune.units import MIB
 
 # Each line is one way in which torch, or a library under it, says that an allocation failed. They
 # are searched for in RuntimeErrors only. Prose that merely mentions memory must not match, so the
@@ -21,9 +24,7 @@ _SPELLINGS = re.compile(
             # the runtime or driver itself: context, pinned memory, expandable segments, loading
             r"\b(?:CUDA|HIP)(?: driver)? error: out of memory\b",
             r"\bTriton Error \[(?:CUDA|HIP)\]: out of memory\b",
-            # libraries that allocate for themselves. Not CUBLAS_STATUS_NOT_INITIALIZED and
-            # CUDNN_STATUS_INTERNAL_ERROR: they also follow from an index out of range, so they
-            # would hide the user's own bug.
+            # libraries that allocate for themselves
             r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED\b",
             r"\bCUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED\b",
             # what cuDNN says when no algorithm's workspace fits. \b keeps
@@ -48,6 +49,18 @@ _SPELLINGS = re.compile(
     ),
     re.MULTILINE,
 )
+
+# What a library says when it cannot create its handle, for want of memory (tensorflow#9489) or for
+# another reason: an index out of range is one. It counts only where a device was nearly full, or it
+# would hide the user's own bug.
+_AMBIGUOUS_SPELLINGS = re.compile(
+    _SPELLINGS.pattern + r"|\bCUBLAS_STATUS_NOT_INITIALIZED\b|\bCUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
+    re.MULTILINE,
+)
+# A device with less than this free is nearly full. A choice: a handle and the code that is loaded
+# with it take some tens of MiB, outside torch's allocator. Doubled, a full device is blamed for
+# more bugs; halved, a handle that lacks memory may pass for one.
+NEARLY_FULL_BYTES = 100 * MIB
 
 # CUDA's errors after which every further call of the process fails as well, in CUDA's words: its
 # documentation says of each that the process must be ended and started anew. Not 'unknown error'
@@ -82,7 +95,7 @@ _EXCEPTION_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
 _HANDLING = "During handling of the above exception, another exception occurred:"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException, free_bytes: Callable[[], Sequence[int] | None] | None = None) -> bool:
     """True for an allocation that failed, on a device or on the host.
 
     `torch.OutOfMemoryError` and Python's `MemoryError` count by type, since numpy and the host's
@@ -93,10 +106,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     An exception raised while an out-of-memory error was being handled, but not `from` it, does not
     count: a ``ValueError`` in somebody's handler is a bug of its own, and must be seen.
 
+    Where cuBLAS or cuDNN could not create a handle, memory may be the cause or a bug may. It counts
+    if a device had less than 100 MiB free, so judge before anything is freed. Of a device that is
+    lost (see `is_sticky`) nothing is asked.
+
     Example: ``RuntimeError("CUDA error: out of memory")`` counts,
-    ``ValueError("CUDA error: out of memory")`` does not.
+    ``ValueError("CUDA error: out of memory")`` does not; "CUDA error:
+    CUBLAS_STATUS_NOT_INITIALIZED" counts where devices have 8 GiB and 40 MiB free, and does not
+    where they have 8 GiB and 4 GiB.
+
+    Args:
+        error: what was raised.
+        free_bytes: what each device has free now, `Hardware.free_bytes` say, asked where it
+            matters; None, or an answer of None, where nobody can tell.
     """
-    return _counts(error, seen=set())
+    if _counts(error, _SPELLINGS, seen=set()):
+        return True
+    if free_bytes is None or not _counts(error, _AMBIGUOUS_SPELLINGS, seen=set()) or is_sticky(error):
+        return False
+    free = free_bytes()
+    return free is not None and min(free) < NEARLY_FULL_BYTES
 
 
 def is_sticky(error: BaseException) -> bool:
@@ -123,22 +152,22 @@ def is_sticky(error: BaseException) -> bool:
     return False
 
 
-def _counts(error: BaseException | None, seen: set[int]) -> bool:
+def _counts(error: BaseException | None, spellings: re.Pattern[str], seen: set[int]) -> bool:
     """`seen` holds the identities already judged: causes can be tied into a ring by hand."""
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if _counts_by_itself(error, seen):
+        if _counts_by_itself(error, spellings, seen):
             return True
         error = error.__cause__
     return False
 
 
-def _counts_by_itself(error: BaseException, seen: set[int]) -> bool:
+def _counts_by_itself(error: BaseException, spellings: re.Pattern[str], seen: set[int]) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, _EXCEPTION_GROUP):
-        return all(_counts(member, seen) for member in error.exceptions)
-    return isinstance(error, RuntimeError) and _SPELLINGS.search(_own_words(str(error))) is not None
+        return all(_counts(member, spellings, seen) for member in error.exceptions)
+    return isinstance(error, RuntimeError) and spellings.search(_own_words(str(error))) is not None
 
 
 def _own_words(message: str, *, and_handled: bool = False) -> str:

@@ -10,7 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+# Private; tests/hardware/virtual/test_shapes.py fails loudly should it change.
+from torch._subclasses.fake_tensor import FakeTensor
+
 from splittune.cards import is_card, module_of
+from splittune.parallel.nccl import Nccl, TorchNccl, is_nccl_usable
 
 # torch's own bucket for DataParallel's broadcast: large enough to amortise a launch, small enough
 # to stay transient.
@@ -50,6 +54,22 @@ class Link(Protocol):
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
         """An uninitialised tensor at `place`, of the dtype of `like`, its dimensions stored in that order."""
+        ...
+
+    def hop(self, source: Tensor, start: Any, target: Tensor, end: Any) -> Any:
+        """Copy the flat `source` at `start` into `target` at `end`, another place, beside what both work on.
+
+        It begins once both have done what they were given so far. Neither place waits for its end: `wait` with the mark
+        that is returned does, at the end before `target` is read, at the start before `source` is written or freed.
+        """
+        ...
+
+    def wait(self, place: Any, mark: Any) -> None:
+        """What is given to `place` from now on begins after the hop of this mark."""
+        ...
+
+    def nccl(self, places: Sequence[Any]) -> Nccl | None:
+        """NCCL over these places, the first of which is the root; None where it cannot be had."""
         ...
 
     def on(self, place: Any) -> AbstractContextManager[Any]:
@@ -99,7 +119,7 @@ class TorchLink:
         module, side = module_of(place), _stream_for_inputs(place)
         with module.stream(side):
             copied = tensor.to(place, non_blocking=True, copy=True)
-        current = self._streams.get(place) or module.current_stream(place)
+        current = self._stream(place)
         current.wait_stream(side)
         # its memory is the side stream's, which must not have it back before the card is done with it
         copied.record_stream(current)
@@ -107,6 +127,26 @@ class TorchLink:
 
     def empty(self, shape: Sequence[int], like: Tensor, place: Any) -> Tensor:
         return torch.empty_strided(tuple(shape), strides_as(like, shape), dtype=like.dtype, device=place)
+
+    def hop(self, source: Tensor, start: Any, target: Tensor, end: Any) -> Any:
+        if not (is_card(start) and is_card(end)):
+            with self.on(start), self.on(end):  # it blocks: the host waits for no stream
+                target.copy_(source)
+            return None
+        outgoing, incoming = _outgoing(start), _incoming(end)
+        outgoing.wait_stream(self._stream(start))
+        incoming.wait_stream(self._stream(end))
+        # torch copies on the current stream of the source's card, and has the current one of the other wait for it
+        with module_of(end).stream(incoming), module_of(start).stream(outgoing):
+            target.copy_(source, non_blocking=True)
+        return outgoing.record_event()
+
+    def wait(self, place: Any, mark: Any) -> None:
+        if mark is not None:
+            self._stream(place).wait_event(mark)
+
+    def nccl(self, places: Sequence[Any]) -> Nccl | None:
+        return TorchNccl({place: self._stream(place) for place in places}) if is_nccl_usable(tuple(places)) else None
 
     def on(self, place: Any) -> AbstractContextManager[Any]:
         if not is_card(place):
@@ -120,10 +160,26 @@ class TorchLink:
     def replica(self, position: int, num_replicas: int) -> AbstractContextManager[Any]:
         return self.on(self.devices[position])
 
+    def _stream(self, place: torch.device) -> Any:
+        """The stream on which the caller's work on that card is queued."""
+        return self._streams.get(place) or module_of(place).current_stream(place)
+
 
 @cache
 def _stream_for_inputs(device: torch.device) -> Any:
     """One for good: the allocator keeps memory by stream, and another stream's could not serve the next input."""
+    return module_of(device).Stream(device)
+
+
+@cache
+def _incoming(device: torch.device) -> Any:
+    """The stream on which hops arrive at that card. It has no memory of its own."""
+    return module_of(device).Stream(device)
+
+
+@cache
+def _outgoing(device: torch.device) -> Any:
+    """The stream on which hops leave that card: its links carry both ways at once."""
     return module_of(device).Stream(device)
 
 
@@ -153,7 +209,7 @@ def buckets_of(tensors: Sequence[Tensor], limit_bytes: int = BUCKET_BYTES) -> li
     groups: list[list[int]] = []
     open_groups: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
-        if not _is_plain(tensor) or not _is_dense(tensor) or tensor.nbytes >= limit_bytes:
+        if not is_joinable(tensor) or tensor.nbytes >= limit_bytes:
             groups.append([index])
             continue
         group, size = open_groups.get(tensor.dtype, ([], 0))
@@ -165,7 +221,17 @@ def buckets_of(tensors: Sequence[Tensor], limit_bytes: int = BUCKET_BYTES) -> li
     return groups
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def is_joinable(tensor: Tensor) -> bool:
+    """Whether `as_flat` gives all there is of it."""
+    return _is_plain(tensor) and _is_dense(tensor)
+
+
+def as_flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor as they are stored, one after another: the same memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -187,17 +253,17 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def flatten(tensors: Sequence[Tensor], alignment_bytes: int = ALIGNMENT_BYTES) -> Tensor:
-    """One flat tensor of all their elements, as they are stored; a single tensor as it is.
+    """One flat tensor of all their elements, as they are stored; of a single tensor it is the very memory.
 
     Each begins at a multiple of `alignment_bytes`, as it would in memory of its own.
     """
     if len(tensors) == 1:
-        return tensors[0]
+        return as_flat(tensors[0])
     paddings = _paddings(tensors, alignment_bytes)
     zeros = tensors[0].new_zeros(max(paddings)) if any(paddings) else None
     parts = []
     for tensor, padding in zip(tensors, paddings, strict=True):
-        parts.append(tensor.as_strided((tensor.numel(),), (1,)))
+        parts.append(as_flat(tensor))
         if zeros is not None and padding:
             parts.append(zeros[:padding])
     return torch.cat(parts)
@@ -208,8 +274,6 @@ def unflatten(flat: Tensor, like: Sequence[Tensor], alignment_bytes: int = ALIGN
 
     They are views of `flat` that autograd takes for tensors of their own.
     """
-    if len(like) == 1:
-        return [flat]
     views, offset = [], 0
     for tensor, padding in zip(like, _paddings(like, alignment_bytes), strict=True):
         # .data: a view among a Function's several outputs may not be changed in place, and buffers

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splittune.cards import kind_of_cards
+from splittune.parallel.collectives import copy_to_each
 from splittune.parallel.compiled import (
     compile_call,
     compiled_as,
@@ -23,10 +24,10 @@ from splittune.parallel.compiled import (
     refuse_unknown,
     room_for,
 )
-from splittune.parallel.link import Link, buckets_of, flatten, unflatten
+from splittune.parallel.link import Link, buckets_of, flatten, is_joinable, unflatten
 from splittune.parallel.modules import modules_of
 from splittune.parallel.threads import ReplicaThreads
-from splittune.parallel.transfer import broadcast, copy_to_each
+from splittune.parallel.transfer import broadcast
 
 # Of a single value per channel there is no variance: torch's BatchNorm raises.
 _MIN_BATCH_NORM_SHARD = 2
@@ -196,9 +197,13 @@ def keep_buffer_updates(module: nn.Module, replica: nn.Module, link: Link) -> No
                     written.append((buffer, updated))
         for bucket in buckets_of([updated for _, updated in written]):
             members = [written[index][1] for index in bucket]
-            with link.on(link.place_of(members[0])):
-                flat = flatten(members)
-            for index, arrived in zip(bucket, unflatten(link.copy(flat, link.place(0)), members), strict=True):
+            if is_joinable(members[0]):
+                with link.on(link.place_of(members[0])):
+                    flat = flatten(members)
+                parts = unflatten(link.copy(flat, link.place(0)), members)
+            else:
+                parts = [link.copy(members[0], link.place(0))]
+            for index, arrived in zip(bucket, parts, strict=True):
                 # .data: BatchNorm's own update is not seen by autograd either, and a buffer that is
                 # written back unchanged may be saved for somebody's backward pass
                 written[index][0].data.copy_(arrived)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from splittune.profiling.measurement import Measurement, Outcome
-from splittune.profiling.recorder import KINDS_OF_MICRO_STEP, TIMED, Recorder
+from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, Measurement, Outcome
+from splittune.profiling.recorder import TIMED, Recorder
 from splittune.split import BatchSplit
 from splittune.training import TrainingStep
 
@@ -47,10 +47,16 @@ class Pacer:
     A trial whose first round is more than 1.3 times slower than the fastest trial so far ends
     there: it cannot win, and nobody needs its exact figure.
 
-    A step that the job's gradient scaler skips is run again, and its times count nowhere.
+    On a real clock each round runs twice: once with a stop around each part, so that micro-steps
+    and the update are told apart, and once unbroken, as training runs (see
+    `Measurement.micro_step_time_s`).
+
+    A step that the job's gradient scaler skips is run again, with its round, and its times count
+    nowhere.
 
     Args:
-        is_modelled: the clock repeats exactly: one warm-up, one round, nothing cut short.
+        is_modelled: the clock repeats exactly: one warm-up, one round in parts alone, nothing cut
+            short.
         budget_s: seconds of measured steps after which a trial goes on no longer than it must.
     """
 
@@ -69,7 +75,7 @@ class Pacer:
             self._fastest_s, self._fastest_split = step_s, split
 
     def run_rounds(self, step: TrainingStep, recorder: Recorder) -> None:
-        """Micro-steps and updates, timed apart."""
+        """Micro-steps and updates, timed apart, and on a real clock both unbroken."""
         num_micro_steps = min(step.split.accumulation_steps, KINDS_OF_MICRO_STEP)
         _run_first_step(step, recorder)
         if num_micro_steps > 1:
@@ -83,13 +89,7 @@ class Pacer:
             self._warm_up(step, recorder, [step.split.micro_batch_size] * num_micro_steps)
         has_ended = False
         while not has_ended:
-            for number in range(1, num_micro_steps + 1):
-                with recorder.phase("micro_step"):
-                    step.micro_step(last=number == num_micro_steps)
-            with recorder.phase("update"):
-                step.update()
-            if not step.took_effect():
-                recorder.drop_latest(micro_step=num_micro_steps, update=1)
+            if not self._run_round(step, recorder, num_micro_steps):
                 continue
             num_rounds = len(recorder.times_s["update"])
             has_ended = self._is_cut_short(step, recorder, num_rounds) or self._is_enough(step, recorder, num_rounds)
@@ -112,6 +112,28 @@ class Pacer:
             else:
                 recorder.drop_latest(whole_step=1)
         _note_skipped(step, recorder)
+
+    def _run_round(self, step: TrainingStep, recorder: Recorder, num_micro_steps: int) -> bool:
+        """One round in parts and, on a real clock, once more unbroken; False if a step of them was skipped."""
+        are_last = [number == num_micro_steps for number in range(1, num_micro_steps + 1)]
+        for is_last in are_last:
+            with recorder.phase("micro_step"):
+                step.micro_step(last=is_last)
+        with recorder.phase("update"):
+            step.update()
+        if not step.took_effect():
+            recorder.drop_latest(micro_step=num_micro_steps, update=1)
+            return False
+        if self._is_modelled:
+            return True
+        with recorder.phase("unbroken_round"):
+            for is_last in are_last:
+                step.micro_step(last=is_last)
+            step.update()
+        if not step.took_effect():
+            recorder.drop_latest(micro_step=num_micro_steps, update=1, unbroken_round=1)
+            return False
+        return True
 
     def _warm_up(self, step: TrainingStep, recorder: Recorder, sizes: Sequence[int]) -> None:
         """Optimizer steps of micro-batches of these `sizes`, until they settle."""

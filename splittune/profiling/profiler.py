@@ -28,7 +28,8 @@ class Profiler:
 
     A trial wraps the model, warms up, then times micro-steps and the optimizer's update apart, so
     that one with 32 accumulation steps costs no more than one with 3 (`Pacer` says how much is
-    run). Peaks of memory are read for both phases. Running out of memory, and keeping too little
+    run). On a real clock it also times them unbroken, since training does not stop between them.
+    Peaks of memory are read for both phases. Running out of memory, and keeping too little
     headroom, are outcomes. Every other exception is the user's own and passes through untouched.
 
     On real devices a trial is run once more if other programs took or gave back memory meanwhile,
@@ -121,7 +122,7 @@ class Profiler:
                     is_usable = not is_sticky(error)
                     if not is_usable:
                         _say_unusable(error)
-                    if not is_usable or not is_out_of_memory(error):
+                    if not is_usable or not is_out_of_memory(error, self._hardware.free_bytes):
                         raise
                     state.lacking = _describe(error, self._hardware.locate(error))
                     state.memory = self._hardware.memory()

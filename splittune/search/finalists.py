@@ -120,6 +120,7 @@ def _together(first: Measurement, second: Measurement) -> Measurement:
         first,
         micro_step_times_s=first.micro_step_times_s + second.micro_step_times_s,
         update_times_s=first.update_times_s + second.update_times_s,
+        unbroken_round_times_s=first.unbroken_round_times_s + second.unbroken_round_times_s,
         whole_step_times_s=first.whole_step_times_s + second.whole_step_times_s,
         memory=largest_readings([first.memory, second.memory]),
         num_alloc_retries=first.num_alloc_retries + second.num_alloc_retries,

@@ -165,7 +165,7 @@ class _Rehearsal:
         try:
             training.evaluate(micro_batches)
         except Exception as error:
-            is_about_memory = is_out_of_memory(error) or is_sticky(error)
+            is_about_memory = is_sticky(error) or is_out_of_memory(error, self._hardware.free_bytes)
             if is_about_memory or not (self._task.step_fn is not None or isinstance(error, ConfigError)):
                 raise
             what = "step_fn" if self._task.step_fn is not None else "the job's loss"

@@ -51,7 +51,7 @@ def run_metered(hardware: Hardware, act: Callable[[], None], state: RunState) ->
         try:
             act()
         except Exception as error:
-            if is_sticky(error) or not is_out_of_memory(error):
+            if is_sticky(error) or not is_out_of_memory(error, hardware.free_bytes):
                 raise
             message = next(iter(str(error).splitlines()), type(error).__name__)
             state.read(hardware.memory())

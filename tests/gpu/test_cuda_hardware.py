@@ -107,6 +107,20 @@ def test_an_oom_of_the_driver_is_recognised(card, hardware):
     assert is_out_of_memory(error)
 
 
+def test_free_memory_goes_where_memory_is_taken(card, hardware):
+    """What the driver can still give falls by what is allocated, and stays low while torch keeps it for the next."""
+    hardware.recover()
+    (before,) = hardware.free_bytes()
+    held = torch.empty(256 * MIB, dtype=torch.uint8, device=card)
+    (during,) = hardware.free_bytes()
+    del held
+    (kept,) = hardware.free_bytes()
+    hardware.recover()
+    assert before - during >= 200 * MIB, "another program may have freed some meanwhile"
+    assert before - kept >= 200 * MIB
+    assert hardware.free_bytes()[0] - kept >= 200 * MIB
+
+
 def test_nvml_finds_the_same_card_by_uuid(hardware, nvml):
     """The device torch calls cuda:0 and the one NVML finds by its UUID have one name and one size."""
     device = hardware.devices[0]

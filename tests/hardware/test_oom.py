@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 import traceback
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._utils import ExceptionWrapper
 
-from splittune.hardware.oom import is_out_of_memory, is_sticky
+from splittune.hardware.oom import NEARLY_FULL_BYTES, is_out_of_memory, is_sticky
+from splittune.units import GIB, MIB
 
 OOM_TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.69 GiB"
 
@@ -66,6 +68,14 @@ NEAR_MISSES = {
     "launch": "CUDA error: too many resources requested for launch",
     "bounds": "index 5 is out of bounds for dimension 0 with size 5",
     "nothing": "",
+}
+
+
+# What follows from a lack of memory, and from an index out of range as well.
+AMBIGUOUS = {
+    "cuBLAS's handle": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN's handle": "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    "cuDNN, within": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
 }
 
 
@@ -292,6 +302,69 @@ def test_judging_leaves_the_exception_alone():
     is_out_of_memory(error)
     assert traceback.format_exception(error) == before
     assert error.__traceback__ is None
+
+
+# Errors that may be about memory: the devices decide.
+
+
+@pytest.mark.parametrize("message", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+def test_a_handle_that_cannot_be_created_counts_on_a_nearly_full_device(message):
+    """One device with less than 100 MiB free is enough, whichever it is; so it is for a replica's text."""
+
+    def fail():
+        raise RuntimeError(message)
+
+    for free in ((40 * MIB,), (8 * GIB, 0), (NEARLY_FULL_BYTES - 1, 8 * GIB)):
+        assert is_out_of_memory(RuntimeError(message), lambda free=free: free)
+        assert is_out_of_memory(through_a_replica(fail), lambda free=free: free)
+
+
+@pytest.mark.parametrize("message", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+def test_a_handle_that_cannot_be_created_is_a_bug_where_memory_is_free_or_nobody_knows(message):
+    """With 100 MiB free on each device, or unknown figures, it passes through as what it may be: the user's own."""
+    error = RuntimeError(message)
+    assert not is_out_of_memory(error, lambda: (8 * GIB, NEARLY_FULL_BYTES))
+    assert not is_out_of_memory(error, lambda: None)
+    assert not is_out_of_memory(error)
+    assert not is_out_of_memory(ValueError(message), lambda: (0,))
+
+
+def test_a_full_device_makes_no_other_error_one_of_memory():
+    """On a full device, too, any other near miss is what it says, and clear ones count on an empty one."""
+    for name in NEAR_MISSES.keys() - {"index out of range seen by cuBLAS", "cuDNN that is not there"}:
+        assert not is_out_of_memory(RuntimeError(NEAR_MISSES[name]), lambda: (0,))
+    for message in MESSAGES.values():
+        assert is_out_of_memory(RuntimeError(message), lambda: (8 * GIB,))
+
+
+def test_devices_are_asked_only_where_they_decide():
+    """Neither for an error that is clear, nor for one after which they cannot answer."""
+
+    def asked():
+        raise AssertionError("asked")
+
+    assert is_out_of_memory(torch.OutOfMemoryError(OOM_TEXT), asked)
+    assert not is_out_of_memory(RuntimeError("shapes differ"), asked)
+    lost = RuntimeError(AMBIGUOUS["cuBLAS's handle"])
+    lost.__context__ = RuntimeError(STICKY["assert"])
+    assert not is_out_of_memory(lost, asked)
+
+
+def test_causes_and_groups_may_be_ambiguous_too():
+    """What was raised from such an error counts as it does; a group counts if all in it do, clear or not."""
+
+    def full():
+        return (0,)
+
+    step = StepError("step 7")
+    step.__cause__ = RuntimeError(AMBIGUOUS["cuDNN's handle"])
+    assert is_out_of_memory(step, full)
+    assert not is_out_of_memory(step)
+    if sys.version_info >= (3, 11):
+        clear, doubtful = torch.OutOfMemoryError(OOM_TEXT), RuntimeError(AMBIGUOUS["cuDNN, within"])
+        assert is_out_of_memory(exception_group("step", [clear, doubtful]), full)
+        assert not is_out_of_memory(exception_group("step", [clear, doubtful]))
+        assert not is_out_of_memory(exception_group("step", [clear, doubtful, ValueError()]), full)
 
 
 # From here on: errors after which the process can use its devices no more.

@@ -48,6 +48,7 @@ class FakeHardware:
     allocated: list[int] = field(default_factory=lambda: [0, 0])
     alloc_retries: list[int] = field(default_factory=lambda: [0, 0])
     others_hold: list[int] = field(default_factory=lambda: [0, 0])
+    free: tuple[int, ...] | None = None
     throttled: list[tuple[str, ...]] | None = None
 
     spec = None
@@ -103,6 +104,9 @@ class FakeHardware:
 
     def allocated_bytes(self) -> tuple[int, ...]:
         return tuple(self.allocated)
+
+    def free_bytes(self) -> tuple[int, ...] | None:
+        return self.free
 
     def num_alloc_retries(self) -> tuple[int, ...]:
         return tuple(self.alloc_retries)

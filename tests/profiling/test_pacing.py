@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, count, cycle, repeat
+from math import ceil
 
 import pytest
 import torch
 
 from splittune.profiling.measurement import Measurement
-from splittune.profiling.pacing import MAX_ROUNDS, MIN_ROUNDS, MIN_WHOLE_STEPS, Pacer
+from splittune.profiling.pacing import (
+    FIRST_WARM_UP_S,
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    MIN_WHOLE_STEPS,
+    NUM_SETTLED,
+    Pacer,
+)
 from tests.profiling.fake_hardware import FakeHardware
-from tests.profiling.job import B, Job, split
+from tests.profiling.job import B, Job, Model, split
 
 # The first trial's phases before its rounds: a step, then three more, of 1 s each.
 WARM_UP = [1.0] * 4
+
+
+def one_round(*parts_s: float) -> list[float]:
+    """The phases of a round of these micro-steps and this update, where a stop costs nothing: unbroken it takes as
+    long."""
+    return [*parts_s, sum(parts_s)]
+
+
+def trial_of(part_s: float, *, is_first: bool = False) -> Iterator[float]:
+    """The phases of a trial of a single micro-step, whose parts and warm-up steps take so long each."""
+    num_warm_ups = ceil(FIRST_WARM_UP_S / part_s) if is_first else NUM_SETTLED
+    return chain(repeat(part_s, 1 + num_warm_ups), cycle(one_round(part_s, part_s)))
 
 
 def measured(durations_s: list[float], accumulation_steps: int = 1) -> Measurement:
@@ -29,21 +50,22 @@ def measured(durations_s: list[float], accumulation_steps: int = 1) -> Measureme
 
 @pytest.mark.parametrize(("accumulation_steps", "num_micro_steps"), [(1, 1), (2, 2), (3, 3), (4, 3), (32, 3), (64, 3)])
 def test_a_trial_costs_no_more_with_many_accumulation_steps(accumulation_steps: int, num_micro_steps: int) -> None:
-    """A step, a single one, warm-ups, then rounds of one to three micro-steps and an update, however large k is."""
+    """A step, a single one, warm-ups, then rounds of one to three micro-steps and an update, each of them twice,
+    however large k is."""
     job = Job(FakeHardware())
     trial = job.profiler.measure(split(accumulation_steps))
     size = -(-B // accumulation_steps)
-    one_round = [*[size] * num_micro_steps, "update"]
+    parts = [*[size] * num_micro_steps, "update"]
     single = [size, "update"] if num_micro_steps > 1 else []
-    assert job.steps == [size, "update", *single, *one_round * 3, *one_round * MIN_ROUNDS]
+    assert job.steps == [size, "update", *single, *parts * 3, *parts * 2 * MIN_ROUNDS]
     assert len(trial.micro_step_times_s) == (1 if num_micro_steps == 3 else num_micro_steps) * MIN_ROUNDS
-    assert len(trial.update_times_s) == MIN_ROUNDS
+    assert len(trial.update_times_s) == len(trial.unbroken_round_times_s) == MIN_ROUNDS
 
 
 def test_a_modelled_clock_is_asked_once() -> None:
-    """A clock that repeats itself exactly needs one warm-up and one round, and one whole step."""
+    """A clock that repeats itself exactly needs one warm-up and one round, in parts, and one whole step."""
     job = Job(FakeHardware(is_modelled=True))
-    job.profiler.measure(split(4))
+    assert job.profiler.measure(split(4)).unbroken_round_times_s == ()
     assert job.steps == [16, "update", 16, "update", 16, 16, 16, "update"]
     job.steps.clear()
     job.profiler.measure_whole_steps(split(3))
@@ -75,8 +97,8 @@ def num_warm_ups(job: Job, durations_s: list[float]) -> int:
     """Optimizer steps that a trial of a single micro-step runs before its three rounds."""
     job.steps.clear()
     job.hardware._durations_s = chain(durations_s, repeat(0.25))
-    job.profiler.measure(split(1))
-    return job.steps.count("update") - MIN_ROUNDS
+    trial = job.profiler.measure(split(1))
+    return job.steps.count("update") - 2 * len(trial.update_times_s)
 
 
 def test_the_first_trial_warms_cold_devices_up() -> None:
@@ -108,8 +130,8 @@ def test_warming_up_ends_when_steps_agree_or_time_is_up(steps_s: list[float], ex
 
 def test_the_median_counts() -> None:
     """One slow micro-step changes nothing; the step's time is k medians and the median update."""
-    one_round = [2.0, 2.0, 2.0, 0.5]
-    trial = measured([2.0, 40.0, 2.0, 0.5] + one_round * (MAX_ROUNDS - 1), accumulation_steps=8)
+    usual = one_round(2.0, 2.0, 2.0, 0.5)
+    trial = measured(one_round(2.0, 40.0, 2.0, 0.5) + usual * (MAX_ROUNDS - 1), accumulation_steps=8)
     assert trial.step_time_s == 8 * 2.0 + 0.5
 
 
@@ -117,16 +139,20 @@ def test_rounds_go_on_until_the_median_is_known() -> None:
     """Steps of 1.5 s and 1/64 s more and less leave 3.2 % of doubt after three rounds, and 1.7 %
     after four: it ends."""
     micro_steps = (1.0, 1.015625, 0.984375, 1.0)
-    trial = measured([time for micro_step in micro_steps for time in (micro_step, 0.5)] + [9.0] * 40)
+    trial = measured([time for micro_step in micro_steps for time in one_round(micro_step, 0.5)] + [9.0] * 60)
     assert trial.micro_step_times_s == micro_steps
     assert trial.relative_error == pytest.approx(0.017, abs=0.0005)
-    fewer = replace(trial, micro_step_times_s=micro_steps[:3], update_times_s=(0.5,) * 3)
+    unbroken = trial.unbroken_round_times_s[:3]
+    fewer = replace(
+        trial, micro_step_times_s=micro_steps[:3], update_times_s=(0.5,) * 3, unbroken_round_times_s=unbroken
+    )
     assert fewer.relative_error == pytest.approx(0.0324, abs=0.0005)
 
 
 def test_rounds_end_on_a_clock_that_never_settles() -> None:
     """After twenty rounds it ends, and the measurement says that it is noisy, and by how much."""
-    hardware = FakeHardware(durations_s=chain(WARM_UP, cycle([0.125, 0.125, 0.25, 0.125, 0.5, 0.125])))
+    rounds = [time for micro_step in (0.125, 0.25, 0.5) for time in one_round(micro_step, 0.125)]
+    hardware = FakeHardware(durations_s=chain(WARM_UP, cycle(rounds)))
     trial = Job(hardware).profiler.measure(split(1))
     assert len(trial.micro_step_times_s) == MAX_ROUNDS
     assert trial.is_noisy
@@ -156,11 +182,11 @@ def test_whole_steps_go_on_until_the_median_is_known() -> None:
 
 def test_a_trial_that_is_clearly_slower_is_cut_short() -> None:
     """Once the fastest step took 0.5 s, one of more than 0.65 s is measured for one round, and says so."""
-    job = Job(FakeHardware(durations_s=repeat(0.25)))
+    job = Job(FakeHardware(durations_s=trial_of(0.25, is_first=True)))
     job.profiler.measure(split(1))
-    job.hardware._durations_s = chain(repeat(0.375))
+    job.hardware._durations_s = trial_of(0.375)
     trial = job.profiler.measure(split(1))
-    assert len(trial.update_times_s) == 1
+    assert len(trial.update_times_s) == len(trial.unbroken_round_times_s) == 1
     assert trial.step_time_s == 0.75
     assert trial.relative_error is None
     assert trial.notes == ("Cut short after one round: its step takes 1.50 times that of the fastest trial.",)
@@ -168,21 +194,31 @@ def test_a_trial_that_is_clearly_slower_is_cut_short() -> None:
 
 def test_a_trial_that_is_a_little_slower_is_measured_in_full() -> None:
     """Up to 1.3 times the fastest trial's step, and always without one, all rounds are run."""
-    job = Job(FakeHardware(durations_s=repeat(0.25)))
+    job = Job(FakeHardware())
     for duration_s in (0.25, 0.3125, 0.1875):
-        job.hardware._durations_s = repeat(duration_s)
+        job.hardware._durations_s = trial_of(duration_s, is_first=duration_s == 0.25)
         trial = job.profiler.measure(split(1))
         assert len(trial.update_times_s) == MIN_ROUNDS
         assert trial.notes == ()
-    job.hardware._durations_s = repeat(0.25)  # 1.33 times the last
+    job.hardware._durations_s = trial_of(0.25)  # 1.33 times the last
     assert len(job.profiler.measure(split(1)).update_times_s) == 1
+
+
+def test_what_training_overlaps_cuts_no_trial_short() -> None:
+    """In parts a step takes 1.5 times the fastest, unbroken as long as that: the first round's unbroken one decides."""
+    job = Job(FakeHardware(durations_s=trial_of(0.25, is_first=True)))
+    job.profiler.measure(split(1))
+    job.hardware._durations_s = chain([0.25] * 4, cycle([0.5, 0.25, 0.5]))
+    trial = job.profiler.measure(split(1))
+    assert len(trial.update_times_s) == MIN_ROUNDS
+    assert trial.step_time_s == 0.5
 
 
 def test_only_a_trial_that_could_be_used_sets_the_pace() -> None:
     """A fast trial that keeps too little headroom does not cut others short."""
     job = Job(FakeHardware(), min_headroom_bytes=700)
     for duration_s in (0.25, 1.0):
-        job.hardware._durations_s = repeat(duration_s)
+        job.hardware._durations_s = trial_of(duration_s, is_first=duration_s == 0.25)
         assert len(job.profiler.measure(split(1)).update_times_s) == MIN_ROUNDS
 
 
@@ -192,7 +228,7 @@ def test_neither_modelled_trials_nor_whole_steps_are_cut_short() -> None:
     job.profiler.measure(split(1))
     job.hardware._durations_s = repeat(1.0)
     assert job.profiler.measure(split(1)).notes == ()
-    job = Job(FakeHardware(durations_s=repeat(0.25)))
+    job = Job(FakeHardware(durations_s=trial_of(0.25, is_first=True)))
     job.profiler.measure(split(1))
     job.hardware._durations_s = repeat(1.0)
     assert len(job.profiler.measure_whole_steps(split(1)).whole_step_times_s) == MIN_WHOLE_STEPS
@@ -204,6 +240,66 @@ def test_a_pacer_may_have_another_budget() -> None:
     job.profiler._pacer = Pacer(is_modelled=False, budget_s=10.0)
     trial = job.profiler.measure_whole_steps(split(1))
     assert 10.0 <= sum(trial.whole_step_times_s) < 12.0
+
+
+def test_the_budget_counts_unbroken_rounds_too() -> None:
+    """Three rounds of 1.5 s and more, in parts and unbroken, spend 10 s, however much they differ."""
+    rounds = [time for micro_step in (1.0, 2.0, 1.5) for time in one_round(micro_step, 0.5)]
+    for budget_s, num_rounds in ((10.0, MIN_ROUNDS), (1000.0, MAX_ROUNDS)):
+        job = Job(FakeHardware(durations_s=chain(WARM_UP, cycle(rounds))))
+        job.profiler._pacer = Pacer(is_modelled=False, budget_s=budget_s)
+        trial = job.profiler.measure(split(1))
+        assert len(trial.update_times_s) == num_rounds
+    assert sum(rounds) > 10.0 > sum(rounds) / 2
+
+
+# what a stop costs
+
+
+class StoppingHardware(FakeHardware):
+    """A clock that runs with what the job does, and by `stop_s` for each phase: devices start from idle."""
+
+    stop_s, now_s = 0.0, 0.0
+
+    def clock(self) -> float:
+        self._num_clock_reads += 1
+        if self._num_clock_reads % 2 == 0:
+            self.now_s += self.stop_s
+        return self.now_s
+
+
+def job_with_stops(stop_s: float) -> Job:
+    """A sample takes 1/64 s in forward and backward, an update 1/8 s, and the start of idle devices `stop_s`."""
+    hardware = StoppingHardware()
+    hardware.stop_s = stop_s
+
+    def run(samples: torch.Tensor) -> None:
+        hardware.now_s += len(samples) / B
+
+    def update() -> None:
+        hardware.now_s += 0.125
+
+    return Job(hardware, model=Model(run), on_update=update)
+
+
+@pytest.mark.parametrize("stop_s", [0.0, 0.015625, 0.0625])
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 4, 8, 16])
+def test_stops_that_training_does_not_make_are_not_counted(accumulation_steps: int, stop_s: float) -> None:
+    """Whatever a stop costs and however often a step accumulates: a step takes what it takes without one in it."""
+    job = job_with_stops(stop_s)
+    trial = job.profiler.measure(split(accumulation_steps))
+    assert trial.step_time_s == pytest.approx(1.0 + 0.125 + stop_s, rel=1e-12)
+    whole = job.profiler.measure_whole_steps(split(accumulation_steps))
+    assert whole.step_time_s == pytest.approx(trial.step_time_s, rel=1e-12)
+
+
+def test_samples_of_parts_are_kept_as_the_clock_told_them() -> None:
+    """Micro-steps and updates have their stops, and the rounds without stops stand beside them."""
+    trial = job_with_stops(0.0625).profiler.measure(split(8))
+    assert trial.micro_step_times_s == (0.125 + 0.0625,) * MIN_ROUNDS
+    assert trial.update_times_s == (0.125 + 0.0625,) * MIN_ROUNDS
+    assert trial.unbroken_round_times_s == (3 * 0.125 + 0.125 + 0.0625,) * MIN_ROUNDS
+    assert trial.micro_step_time_s == 0.125
 
 
 # steps that a gradient scaler skips
@@ -239,6 +335,19 @@ def test_a_round_whose_step_was_skipped_counts_nowhere() -> None:
     assert job.steps == [32, 32, "update", 32, "update", 32, 32, 32, 32, "update"]
     assert trial.micro_step_times_s == (8.0, 9.0)
     assert trial.update_times_s == (10.0,)
+    assert trial.notes == ("2 steps were skipped by the gradient scaler, whose scale was too large, and not timed.",)
+
+
+def test_an_unbroken_round_whose_step_was_skipped_is_forgotten_with_its_round() -> None:
+    """Both are run again, and what is kept are pairs: parts, and the same unbroken."""
+    good, spoilt = one_round(2.0, 2.0, 0.5), one_round(30.0, 30.0, 9.0)
+    hardware = FakeHardware(durations_s=chain([1.0] * 6, good, spoilt, spoilt[:3], good * (MIN_ROUNDS - 1)))
+    # steps 1 to 5 come before the rounds; 6 and 7 are the first, 9 is the second unbroken, 10 a
+    # round in parts
+    trial = Job(hardware, grad_scaler=Skips(9, 10)).profiler.measure(split(2))
+    assert trial.micro_step_times_s == (2.0, 2.0) * MIN_ROUNDS
+    assert trial.update_times_s == (0.5,) * MIN_ROUNDS
+    assert trial.unbroken_round_times_s == (4.5,) * MIN_ROUNDS
     assert trial.notes == ("2 steps were skipped by the gradient scaler, whose scale was too large, and not timed.",)
 
 

@@ -39,6 +39,23 @@ def test_whole_steps_are_kept_apart() -> None:
     assert measured.micro_step_times_s == measured.update_times_s == ()
 
 
+def test_an_unbroken_round_is_a_sample_of_its_own() -> None:
+    """It stands beside the parts, its peak and its retries count in the trial's, and no phase's own peak is its."""
+    hardware = FakeHardware(
+        durations_s=[2.0, 3.0, 0.5, 5.0], peaks=[(10, 10), (170, 70), (10, 10), (160, 80), (150, 60), (300, 90)]
+    )
+    recorder = record(hardware, "micro_step", "micro_step", "update")
+    with recorder.phase("unbroken_round"):
+        hardware.alloc_retries[1] += 2
+    measured = recorder.measurement(SPLIT)
+    assert measured.micro_step_times_s == (2.0, 3.0)
+    assert measured.unbroken_round_times_s == (5.0,)
+    assert measured.num_alloc_retries == 2
+    assert [device.peak_allocated_bytes for device in measured.memory] == [300, 90]
+    assert [device.micro_step_peak_bytes for device in measured.memory] == [170, 80]
+    assert [device.update_peak_bytes for device in measured.memory] == [150, 60]
+
+
 def test_peaks_start_anew_with_each_phase() -> None:
     """Before a phase the peaks are reset, after it they are read; before a micro-step also, at rest."""
     hardware = FakeHardware()
@@ -80,6 +97,17 @@ def test_busy_time_is_the_median_micro_steps() -> None:
     hardware = FakeHardware(busy=busy)
     measured = record(hardware, "warm_up", *["micro_step"] * 3, "update").measurement(SPLIT)
     assert measured.device_busy_s == (2.0, 5.0)
+
+
+def test_busy_time_is_that_of_unbroken_rounds_where_they_ran() -> None:
+    """Each one's seconds over its micro-steps: without stops, as in training, fewer gaps are among them."""
+    rounds = ["micro_step", "micro_step", "update", "unbroken_round"]
+    busy = [(2.0, 5.0), (2.0, 5.0), (0.0, 0.0), (3.0, 9.0)]
+    longer = [(2.0, 5.0), (2.0, 5.0), (0.0, 0.0), (9.0, 8.0)]
+    hardware = FakeHardware(busy=[*busy, *busy, *longer])
+    assert record(hardware, *rounds * 3).measurement(SPLIT).device_busy_s == (1.5, 4.5)
+    unseen = [*busy[:3], (0.0, 0.0)]
+    assert record(FakeHardware(busy=unseen), *rounds).measurement(SPLIT).device_busy_s == (2.0, 5.0)
 
 
 def test_busy_time_may_be_unknown() -> None:

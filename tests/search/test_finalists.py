@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.finalists import confirm_finalists
@@ -133,6 +135,21 @@ def test_both_turns_count() -> None:
     assert confirmed.best.split == uneven(3)
     assert confirmed.best.whole_step_times_s == (*searched[1].whole_step_times_s, 1.0, 1.0, 1.0)
     assert confirmed.best.memory[0].headroom_bytes == 20
+
+
+def test_rounds_of_both_turns_count() -> None:
+    """Measurements in rounds are put together part by part, unbroken rounds too."""
+
+    def rounds(split: BatchSplit, *seconds: float) -> Measurement:
+        measured = replace(ran(split, 1.0), micro_step_times_s=(1.0,) * 3, update_times_s=(0.5,) * 3)
+        return replace(measured, whole_step_times_s=(), unbroken_round_times_s=seconds)
+
+    searched = [rounds(uneven(2), 1.4, 1.45, 1.5), rounds(uneven(3), 1.4, 1.46, 1.5)]
+    second = tuple(rounds(one.split, 1.3, 1.3, 1.3) for one in searched)
+    best = confirm_finalists(EVENS, trials(*searched), Again(*searched, second=second)).best
+    assert best is not None
+    assert best.unbroken_round_times_s[-3:] == (1.3, 1.3, 1.3)
+    assert len(best.unbroken_round_times_s) == len(best.update_times_s) == len(best.micro_step_times_s) == 6
 
 
 def test_ties_within_the_noise_go_to_more_headroom() -> None:

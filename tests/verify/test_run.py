@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from splittune import ConfigError, DeviceError, TrainingTask, verify
+from splittune import ConfigError, DeviceError, TrainingTask, Verification, verify
 from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual.hardware import VirtualHardware
 from splittune.units import MIB
@@ -259,6 +259,34 @@ def test_a_cuda_error_that_sticks_passes_through() -> None:
         verify_faulty(job, resolve_hardware(DEVICES))  # type: ignore[arg-type]
     assert caught.value is job.trap.raised
     assert job.fingerprint() == found
+
+
+@pytest.mark.parametrize("free_bytes", [(0, 4096 * MIB, 0), (4096 * MIB,) * 3, None])
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_a_handle_that_cannot_be_created_is_a_lack_of_memory_on_a_full_card(
+    is_evaluated: bool, free_bytes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a trial: with a card nearly full it is the result; else it is the job's own, in evaluation a note."""
+    monkeypatch.setattr(VirtualHardware, "free_bytes", lambda _self: free_bytes)
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        if model.training is not is_evaluated:
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED")
+        return functional.mse_loss(model(batch[0]), batch[1])
+
+    def result() -> Verification:
+        return verify(config_for((4, 4)), task_of(Reader(), Texts(2, 2), loss_fn=None, step_fn=step), num_steps=2)
+
+    if free_bytes is not None and min(free_bytes) == 0:
+        lack = result().lack
+        assert lack is not None
+        assert lack.where == ("the evaluation after step 1" if is_evaluated else "step 1")
+        assert lack.message == "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"
+    elif is_evaluated:
+        assert "CUDNN_STATUS_NOT_INITIALIZED" in result().notes[0]
+    else:
+        with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_INITIALIZED"):
+            result()
 
 
 # one that arrives in a weakref's callback

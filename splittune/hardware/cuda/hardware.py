@@ -140,7 +140,7 @@ class CudaHardware:
     def busy_s(self) -> tuple[float, ...] | None:
         """Seconds in which each replica ran, by CUDA events; None outside `metered`.
 
-        See `BusyGauge.busy_s`.
+        From its first kernel to its last, with the gaps between them: see `BusyGauge.busy_s`.
         """
         self._synchronize()
         return self._gauge.busy_s()
@@ -163,6 +163,13 @@ class CudaHardware:
     def allocated_bytes(self) -> tuple[int, ...]:
         """What this process's tensors, and torch's own workspaces, hold on each device now."""
         return tuple(self._torch.memory_allocated(device) for device in self._torch_devices)
+
+    def free_bytes(self) -> tuple[int, ...] | None:
+        """What each device's driver can still give, by ``torch.cuda.mem_get_info``; None where that fails."""
+        try:
+            return tuple(int(self._torch.mem_get_info(device)[0]) for device in self._torch_devices)
+        except (RuntimeError, AttributeError):  # devices that are lost, or of a kind that does not tell
+            return None
 
     def num_alloc_retries(self) -> tuple[int, ...]:
         """How often torch's allocator has handed its cache back to the driver and tried again."""

@@ -92,7 +92,8 @@ class VirtualHardware:
         """
         if split.num_devices != len(self.gpus):
             raise DeviceError(f"the split {split} is for {split.num_devices} devices, and there are {len(self.gpus)}.")
-        model.to("cpu")
+        if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
+            model.to("cpu")
         return BalancedDataParallel(
             module=model,
             shard_sizes=split.shard_sizes,
@@ -168,6 +169,10 @@ class VirtualHardware:
         ledger = self._metering()
         ledger.free_dead()
         return tuple(allocator.allocated_bytes for allocator in ledger.allocators)
+
+    def free_bytes(self) -> tuple[int, ...] | None:
+        """None: a virtual device has no driver, and its allocator says itself when it is full."""
+        return None
 
     def num_alloc_retries(self) -> tuple[int, ...]:
         """None ever: an allocation that fails with the cache handed back is out of memory.
@@ -286,6 +291,21 @@ class VirtualLink:
         with self.on(place):
             return torch.empty_strided(tuple(shape), strides_as(like, shape), dtype=like.dtype)
 
+    def hop(self, source: Tensor, start: Any, target: Tensor, end: Any) -> Any:
+        ledger = self._hardware._ledger
+        with nullcontext() if ledger is None else ledger.unseen():
+            target.copy_(source)
+        return None if ledger is None else ledger.timeline.hop(start, end, target.nbytes)
+
+    def wait(self, place: Any, mark: Any) -> None:
+        ledger = self._hardware._ledger
+        if ledger is not None and place is not None and mark is not None:
+            ledger.timeline.wait_until(place, mark)
+
+    def nccl(self, places: Sequence[Any]) -> VirtualNccl | None:
+        ledger = self._hardware._ledger
+        return None if ledger is None or None in places else VirtualNccl(ledger, places)
+
     def on(self, place: Any) -> AbstractContextManager[Any]:
         ledger = self._hardware._ledger
         return nullcontext() if ledger is None else ledger.on(place)
@@ -298,3 +318,28 @@ class VirtualLink:
             return
         with ledger.on(position, makes_guests=True), ledger.timeline.replica(position, num_replicas):
             yield
+
+
+class VirtualNccl:
+    """`parallel.Nccl` among virtual GPUs, the first of which is the root: the cards of the catalog are all CUDA's.
+
+    What NCCL itself holds on each card, buffers and channels, is not modelled.
+    """
+
+    def __init__(self, ledger: Ledger, devices: Sequence[int]) -> None:
+        self._ledger, self._devices = ledger, tuple(devices)
+
+    def broadcast(self, flats: Sequence[Tensor]) -> None:
+        with self._ledger.unseen():
+            for target in flats[1:]:
+                target.copy_(flats[0])
+        self._ledger.timeline.collective(self._devices, flats[0].nbytes)
+
+    def can_add(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
+
+    def add_up(self, flats: Sequence[Tensor]) -> None:
+        with self._ledger.unseen():
+            for other in flats[1:]:
+                flats[0].add_(other)
+        self._ledger.timeline.collective(self._devices, flats[0].nbytes)

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Private, and what torch.compile and torch.export trace with; tests/hardware/virtual/test_shapes.py fails loudly should
+# it change.
+from torch._subclasses.fake_tensor import FakeTensor
+
 # Underscored by name, documented and in wide use; tests/hardware/virtual/test_ledger.py fails
 # loudly should it change.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,11 +97,14 @@ class Ledger(TorchDispatchMode):
         self._died: deque[_Owned] = deque()
         self._current: int | None = None
         self._makes_guests = False
+        self._is_unseen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
+        if types and any(kind is not FakeTensor and kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             return NotImplemented  # torch asks the subclass next; what that does to the tensors it wraps is seen here
         kwargs = kwargs or {}
+        if self._is_unseen or func.namespace == "prim":  # of a fake tensor's device: no operation
+            return func(*args, **kwargs)
         operation = _operation(func)
         if operation.is_composite:  # seen only where autograd is off altogether, in inference mode
             with self:
@@ -124,7 +131,7 @@ class Ledger(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if self._entry(storage) is None and id(storage) not in known:
                 created = True
-                self._add(storage, device, home=device, is_guest=as_guest)
+                self._add(tensor, device, home=device, is_guest=as_guest)
         if operation.writes or (created and not operation.is_empty):
             touched = {id(tensor): tensor for tensor in (*inputs, *outputs)}.values()
             num_flops = count_flops(func, args, kwargs, out) if operation.has_flops else 0
@@ -151,10 +158,19 @@ class Ledger(TorchDispatchMode):
             storage = part.untyped_storage()
             entry = self._entry(storage)
             if entry is None:
-                self._add(storage, device, home=device, is_guest=False)
+                self._add(part, device, home=device, is_guest=False)
             elif entry.home is None:
                 self._charge(entry, device)
                 entry.home, entry.is_guest = device, False
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What runs inside is not looked at: whoever runs it tells the timeline. It creates nothing."""
+        self._is_unseen = True
+        try:
+            yield
+        finally:
+            self._is_unseen = False
 
     def free_dead(self) -> None:
         """Free the blocks of the storages that have died since."""
@@ -221,11 +237,14 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         # looked up again, for another input may have brought it just now
         if storage.nbytes() <= tensor.nbytes and self._entry(storage) is None:
-            self._add(storage, device, home=None, is_guest=True)
+            self._add(tensor, device, home=None, is_guest=True)
 
-    def _add(self, storage: Any, device: int, *, home: int | None, is_guest: bool) -> None:
-        if storage.device.type != "cpu":  # the meta device has no memory, and real cards account for theirs
+    def _add(self, tensor: Tensor, device: int, *, home: int | None, is_guest: bool) -> None:
+        # The meta device has no memory, and real cards account for theirs. The tensor is asked: the storage of a fake
+        # one is on the meta device.
+        if tensor.device.type != "cpu":
             return
+        storage = tensor.untyped_storage()
         # Its death is only noted, for the next operation: it may come in the middle of an
         # allocation.
         entry = _Owned(storage, self._died.append)

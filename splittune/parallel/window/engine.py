@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from splittune.errors import WindowError
+from splittune.parallel.collectives import Part, add_from_afar
 from splittune.parallel.link import Link
 from splittune.parallel.nesting import tensors_of
-from splittune.parallel.transfer import Sums, add_to_home, plus
+from splittune.parallel.sums import Sums, plus
 from splittune.parallel.window.partial_gradients import PartialGradient, Verdict, has_hooks, show
 from splittune.parallel.window.replica_copies import ReplicaCopies
 from splittune.parallel.window.replica_gradients import ReplicaGradients
@@ -263,12 +264,15 @@ class WindowEngine:
         totals = Sums(len(originals))
         for gradients in every_gradients:
             indices = [index_of[id(original)] for original in gradients.originals]
+            link, home = gradients.link, gradients.home
+            afar: list[Part] = []
             for position, sums in gradients.hand_over():
-                if position == 0:
-                    with gradients.link.on(gradients.home):
+                if link.place(position) == home:
+                    with link.on(home):
                         totals.add_sums(indices, sums)
                 else:
-                    add_to_home(position, sums.values, gradients.link, gradients.home, totals, indices)
+                    afar.append(Part(link.place(position), sums.values))
+            add_from_afar(afar, link, home, totals, indices)
         for gradients in every_gradients[:1]:
             with gradients.link.on(gradients.home):
                 for index, original in enumerate(originals):

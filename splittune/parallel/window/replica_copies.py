@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+# Private; tests/hardware/virtual/test_shapes.py fails loudly should it change.
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from splittune.parallel.collectives import Spread, copy_to_each
 from splittune.parallel.link import Link, buckets_of, flatten, unflatten
 from splittune.parallel.modules import modules_of
 from splittune.parallel.replicas import HOOK_TABLES, rebuild, unique_tensors
-from splittune.parallel.transfer import copy_to_each
 from splittune.parallel.window.replica_gradients import Arrival, ReplicaGradients
 
 # What hangs on a module beside its attributes. Buffers are looked at by themselves.
@@ -72,7 +75,9 @@ class Buffers(NamedTuple):
 
 
 def version_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Storage and version. Inference tensors have none of the latter, sparse ones none of the former."""
+    """Storage and version. Inference tensors have none of the latter, sparse and fake ones none of the former."""
+    if type(tensor) is FakeTensor:
+        return 0, tensor._version
     try:
         return tensor.data_ptr(), tensor._version
     except RuntimeError:  # by far the most have both: to ask first would take three times as long
@@ -175,17 +180,20 @@ class Statistics:
     """BatchNorm's statistics, and copies of them that are written over: they lie in a few flat tensors."""
 
     def __init__(self, originals: list[Tensor], link: Link, positions: Sequence[int]) -> None:
-        self.originals, self._link, self._positions = originals, link, positions
+        self.originals, self._link = originals, link
+        self._places = [link.place(position) for position in positions]
         self._shapes = [original.shape for original in originals]
         self.copies: list[list[Tensor]] = [[None] * len(originals) for _ in positions]  # type: ignore[list-item]
         """By position, then as `originals`."""
         self._buckets: list[tuple[list[Tensor], Tensor, list[Tensor], list[Tensor]]] = []
-        with torch.no_grad():
-            for bucket in buckets_of(originals) if positions else []:
+        if not originals or not positions:
+            return
+        with torch.no_grad(), self._spread() as spread:
+            for bucket in buckets_of(originals):
                 members = [originals[index] for index in bucket]
                 with link.on(link.place_of(members[0])):
                     flat = flatten(members).clone() if len(members) == 1 else flatten(members)
-                flats = [link.copy(flat, link.place(position)) for position in positions]
+                spread.send(flat, flats := spread.empty(flat))
                 for own, there in zip(self.copies, flats, strict=True):
                     for index, copied in zip(bucket, unflatten(there, members), strict=True):
                         own[index] = copied
@@ -196,16 +204,18 @@ class Statistics:
         """Whether the originals have the shapes that they had."""
         return all(now.shape == shape for now, shape in zip(self.originals, self._shapes, strict=True))
 
+    def _spread(self) -> Spread:
+        return Spread(self._link, self._link.place_of(self.originals[0]), self._places)
+
     def renew(self) -> None:
         """Write the originals' values over the copies."""
-        with torch.no_grad():
+        if not self._buckets:
+            return
+        with torch.no_grad(), self._spread() as spread:
             for members, flat, parts, flats in self._buckets:
                 with self._link.on(self._link.place_of(members[0])):
                     torch._foreach_copy_(parts, members)
-                for position, there in zip(self._positions, flats, strict=True):
-                    arrived = self._link.copy(flat, self._link.place(position))
-                    with self._link.on(self._link.place(position)):
-                        there.data.copy_(arrived)
+                spread.send(flat, [there.data for there in flats])
 
 
 def _statistics_of(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from splittune.parallel.link import Link, buckets_of
-from splittune.parallel.transfer import Sums, apply
+from splittune.parallel.sums import Sums
+from splittune.parallel.transfer import apply
 
 Arrival = Callable[["ReplicaGradients"], None]
 

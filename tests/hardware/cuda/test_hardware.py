@@ -357,6 +357,21 @@ def test_allocations_and_retries_are_told_device_by_device(install):
     assert hardware.num_alloc_retries() == (0, 1)
 
 
+def test_free_memory_is_the_drivers(install, monkeypatch):
+    """Neither what others hold nor torch's cache is free; what cannot be asked of is unknown, and no error."""
+    install(FakeCard(total=100, reserved=60, outside=10), FakeCard(total=200, outside=20))
+    hardware = CudaHardware([CUDA[1], CUDA[0]])
+    assert hardware.free_bytes() == (180, 30)
+
+    def lost(device):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+    assert hardware.free_bytes() is None
+    monkeypatch.delattr(torch.cuda, "mem_get_info")
+    assert hardware.free_bytes() is None
+
+
 def test_a_device_without_a_context_has_had_no_retries(install, monkeypatch):
     """Before CUDA begins torch's statistics are empty."""
     install(FakeCard())

@@ -176,3 +176,61 @@ def test_time_only_goes_forward_and_repeats(events):
         return end, *three.busy_s
 
     assert run() == run()
+
+
+def test_a_hop_goes_on_beside_kernels():
+    """31.5 MB hop in 1 ms while both ends compute for 1 s; who waits for its end has long got there."""
+    both = timeline()
+    end_s = both.hop(0, 1, 31_500_000)
+    assert end_s == pytest.approx(1e-3 + TRANSFER_LATENCY_S, abs=2 * LAUNCH_S)
+    for device in range(2):
+        both.launch(device, 1.0)
+        both.wait_until(device, end_s)
+    assert both.wait_for_all() == pytest.approx(1.0, abs=3 * LAUNCH_S)
+
+
+def test_a_hop_begins_when_both_ends_have_come_to_it():
+    """What was launched before it comes first, on either end."""
+    for busy in range(2):
+        both = timeline()
+        both.launch(busy, 1.0)
+        assert both.hop(0, 1, 0) == pytest.approx(1.0 + TRANSFER_LATENCY_S, abs=2 * LAUNCH_S)
+
+
+def test_a_link_carries_both_ways_at_once_and_each_way_in_turn():
+    """Two hops of 1 ms on one way of a link take 2 ms; one there and one back take 1 ms."""
+    pair = timeline()
+    pair.hop(0, 1, 31_500_000)
+    assert pair.hop(0, 1, 31_500_000) == pytest.approx(2e-3, abs=5e-5)
+    pair = timeline()
+    pair.hop(0, 1, 31_500_000)
+    assert pair.hop(1, 0, 31_500_000) == pytest.approx(1e-3, abs=5e-5)
+
+
+def test_nothing_is_over_before_the_last_hop():
+    """A clock that is read waits for what is under way, though no device was told to."""
+    both = timeline()
+    end_s = both.hop(0, 1, 31_500_000)
+    assert both.wait_for_all() == end_s
+
+
+def test_an_input_comes_while_the_device_is_at_work():
+    """Behind a kernel of 1 s a copy of 1 ms from the host does not wait; the next kernel follows the first."""
+    one = timeline(1)
+    one.launch(0, 1.0)
+    one.transfer(None, 0, 31_500_000)
+    assert one.received_s[0] == pytest.approx(1e-3, abs=5e-5)
+    one.launch(0, 1.0)
+    assert one.wait_for_all() == pytest.approx(2.0, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_a_collective_takes_one_links_time(num_devices):
+    """31.5 MB are 1 ms however many devices there are; all of them wait for the last to come to it."""
+    many = timeline(num_devices)
+    many.launch(1, 1.0)
+    many.collective(range(num_devices), 31_500_000)
+    took_s = 1e-3 + (num_devices - 1) * TRANSFER_LATENCY_S
+    assert many.finished_s == [pytest.approx(1.0 + took_s, abs=3 * LAUNCH_S)] * num_devices
+    assert many.link_bytes[0] == many.link_bytes[-1] == 31_500_000
+    assert many.link_bytes[1:-1] == [63_000_000] * (num_devices - 2)
