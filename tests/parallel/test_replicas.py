@@ -210,6 +210,22 @@ def test_buffers_that_are_replaced_in_forward_are_kept() -> None:
     torch.testing.assert_close(dict(modules[1].named_buffers()), dict(modules[0].named_buffers()))
 
 
+def test_what_forward_takes_out_of_a_replica_stays_in_the_module() -> None:
+    """Its submodules, that is, with their buffers; those beside it are written back all the same."""
+
+    def forward(module: Call, x: Tensor) -> Tensor:
+        module.body[1].num_batches_tracked += 1
+        module.body[0] = None
+        return x * module.scale
+
+    module = Call(forward)
+    module.body = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(2)])
+    inner = list(module.body)
+    wrap(module, 0, 3)(torch.ones(3))
+    assert list(module.body) == inner
+    assert [int(norm.num_batches_tracked) for norm in inner] == [0, 1]
+
+
 def test_a_buffer_saved_for_somebodys_backward_stays_usable() -> None:
     """Writing statistics back does not invalidate a graph outside that used an untouched buffer."""
     module = Call(lambda module, x: x * module.scale)

@@ -36,14 +36,16 @@ class ModuleState:
         self.parameters = [p for child in self.modules for p in child._parameters.values() if p is not None]
         self.buffers = self.buffers_now()
         """Apart from the rest: a forward pass may change them, and they are few. They are renewed by themselves."""
-        self._tables = [child.__dict__[name] for child in self.modules for name in _TABLES if name in child.__dict__]
+        tables = [child.__dict__[name] for child in self.modules for name in _TABLES if name in child.__dict__]
+        self._tables, self._empty_tables = [each for each in tables if each], [each for each in tables if not each]
         self._parts, self._versions = self._parts_now(), self._versions_now()
 
     def is_current(self) -> bool:
         """Whether all but the buffers is as it was."""
         parts = self._parts_now()
         return (
-            len(parts) == len(self._parts)
+            not any(self._empty_tables)  # most tables are, and nothing else is asked of them
+            and len(parts) == len(self._parts)
             and all(map(is_, parts, self._parts))
             and self._versions_now() == self._versions
         )
