@@ -198,7 +198,13 @@ class _Stretch(NamedTuple):
 
     @property
     def is_last(self) -> bool:
+        """Whether no more of this gradient follows."""
         return self.end == self.shape.numel()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the gradient."""
+        return self.is_last and self.begin == 0
 
 
 class _Bucket(NamedTuple):
@@ -326,20 +332,24 @@ class _Relay:
 def _add_at_home(
     bucket: _Bucket, arrived: Tensor, mark: Any, link: Link, home: Any, totals: Sums, indices: Sequence[int]
 ) -> None:
-    """Once it has come, add each stretch to its total; one that is begun here begins with zeros."""
+    """Once it has come, add each stretch to its total, or make it the total where there is none."""
     link.wait(home, mark)
     with link.on(home):
-        sums, begun = [], []
-        for stretch in bucket.stretches:
+        sums, added, begun = [], [], []
+        for stretch, offset, view in zip(bucket.stretches, bucket.offsets, bucket.views_of(arrived), strict=True):
+            index = indices[stretch.of]
+            if totals.values[index] is None and stretch.is_whole:
+                # .data: nobody is to take it for a view
+                totals.put(index, arrived.as_strided(stretch.shape, stretch.strides, offset).data)
+                continue
             total, is_new = totals.stored_as(
-                indices[stretch.of],
-                stretch.shape,
-                stretch.strides,
-                lambda length: link.empty((length,), bucket.like, home),
+                index, stretch.shape, stretch.strides, lambda length: link.empty((length,), bucket.like, home)
             )
-            sums.append(as_flat(total)[stretch.begin : stretch.end])
             if is_new:
                 begun.append(as_flat(total))
+            sums.append(as_flat(total)[stretch.begin : stretch.end])
+            added.append(view)
         if begun:
             torch._foreach_zero_(begun)
-        torch._foreach_add_(sums, bucket.views_of(arrived))
+        if sums:
+            torch._foreach_add_(sums, added)
