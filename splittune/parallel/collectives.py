@@ -173,16 +173,21 @@ def add_from_afar(parts: Sequence[Part], link: Link, home: Any, totals: Sums, in
                 _add_at_home(*pending, link, home, totals, indices)
         finally:
             relay.in_flight.land()
-        for place, grads in parts:  # what is left: sparse, or stored in another way on each card
-            for index, grad in enumerate(grads):
-                if grad is None:
-                    continue
-                grads[index] = None
-                # Autograd's thread of another device has its streams, and of this one the default alone.
-                with link.on(home), link.on(place):
-                    arrived = link.copy(grad, home)
-                with link.on(home):
-                    totals.add([indices[index]], [arrived], are_ours=True)
+        _add_one_by_one(parts, link, home, totals, indices)
+
+
+def _add_one_by_one(parts: Sequence[Part], link: Link, home: Any, totals: Sums, indices: Sequence[int]) -> None:
+    """Add what is left: gradients that are sparse, or stored in another way on each card."""
+    for place, grads in parts:
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            grads[index] = None
+            # Autograd's thread of another device has its streams, and of this one the default alone.
+            with link.on(home), link.on(place):
+                arrived = link.copy(grad, home)
+            with link.on(home):
+                totals.add([indices[index]], [arrived], are_ours=True)
 
 
 class _Stretch(NamedTuple):
@@ -281,7 +286,9 @@ class _Relay:
         """Their sum at home, flat, and the mark to wait for before it is read. The gradients are dropped."""
         stops = tuple(dict.fromkeys(self._parts[number].place for number in bucket.contributors))
         if self._nccl is not None and stops == self._stops and self._nccl.can_add(bucket.dtype):
-            flats = [self._empty(bucket, self._home).zero_()]
+            flats = [self._empty(bucket, self._home)]
+            with self._link.on(self._home):
+                flats[0].zero_()
             for place in stops:
                 flats.append(self._empty(bucket, place))
                 self._add_own(bucket, flats[-1], place, is_first=True)

@@ -61,6 +61,7 @@ class Link(Protocol):
 
         It begins once both have done what they were given so far. Neither place waits for its end: `wait` with the mark
         that is returned does, at the end before `target` is read, at the start before `source` is written or freed.
+        Between a card and the host it is over when this returns.
         """
         ...
 
@@ -69,7 +70,15 @@ class Link(Protocol):
         ...
 
     def nccl(self, places: Sequence[Any]) -> Nccl | None:
-        """NCCL over these places, the first of which is the root; None where it cannot be had."""
+        """NCCL over these places, the first of which is the root; None where it cannot be had.
+
+        Asked for the first time for these places it is tried out, which may take seconds, warn, or raise a DeviceError
+        (`splittune.parallel.nccl`). What it holds on the cards stays for good.
+        """
+        ...
+
+    def is_in_order_with(self, other: Link) -> bool:
+        """Whether work over either link is queued where the other's is, so that the later follows the earlier."""
         ...
 
     def on(self, place: Any) -> AbstractContextManager[Any]:
@@ -144,6 +153,9 @@ class TorchLink:
     def wait(self, place: Any, mark: Any) -> None:
         if mark is not None:
             self._stream(place).wait_event(mark)
+
+    def is_in_order_with(self, other: Link) -> bool:
+        return isinstance(other, TorchLink) and self._streams == other._streams
 
     def nccl(self, places: Sequence[Any]) -> Nccl | None:
         return TorchNccl({place: self._stream(place) for place in places}) if is_nccl_usable(tuple(places)) else None
@@ -225,8 +237,8 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def is_joinable(tensor: Tensor) -> bool:
-    """Whether `as_flat` gives all there is of it."""
-    return _is_plain(tensor) and _is_dense(tensor)
+    """Whether `as_flat` gives all there is of it, and other memory of its dtype can take it."""
+    return _is_plain(tensor) and _is_dense(tensor) and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def as_flat(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from splittune.errors import DeviceError
 
+# Two threads' calls must reach every card in one order, or each waits on one card for what the other holds up on the
+# next. torch takes no lock of its own.
+_ONE_AT_A_TIME = threading.Lock()
 KIND = "cuda"  # and ROCm's cards, whose NCCL goes by the same names
 # Its first use takes some seconds, most of them before anything is queued. A choice: a card that is still busy with
 # something of the caller's is waited for as well.
@@ -48,13 +52,16 @@ class TorchNccl:
         self._streams = list(streams.values())
 
     def broadcast(self, flats: Sequence[Tensor]) -> None:
-        torch.cuda.nccl.broadcast([flat.view(torch.uint8) for flat in flats], streams=self._streams)
+        parts = [flat.view(torch.uint8) for flat in flats]
+        with _ONE_AT_A_TIME:
+            torch.cuda.nccl.broadcast(parts, streams=self._streams)
 
     def can_add(self, dtype: torch.dtype) -> bool:
         return dtype in _ADDABLE
 
     def add_up(self, flats: Sequence[Tensor]) -> None:
-        torch.cuda.nccl.reduce(flats, output=flats[0], streams=self._streams)
+        with _ONE_AT_A_TIME:
+            torch.cuda.nccl.reduce(flats, output=flats[0], streams=self._streams)
 
 
 @cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.standin import devices
 
 pytestmark = pytest.mark.standin
 
+standin = module_of(torch.device("standin", 0)) if devices.is_registered() else None
 CARDS = [torch.device("standin", index) for index in range(4)]
 
 
@@ -171,3 +174,65 @@ def test_an_nccl_that_hangs_is_an_error(played, monkeypatch):
             wrapper(batch)
     finally:
         devices.forget_delays()
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
+@pytest.mark.parametrize("engine", ["window", "torch"])
+def test_sums_by_nccl_are_in_order_on_a_callers_own_streams(played, engine):
+    """Also where autograd's thread of another card asks for them, whose current streams are others."""
+    with ExitStack() as stack:
+        for card in CARDS:
+            stack.enter_context(standin.stream(standin.Stream(card)))
+        stack.enter_context(standin.device(CARDS[0]))
+        model, batch = torch.nn.Linear(3, 2).to(CARDS[0]), torch.ones(8, 3, device=CARDS[0])
+        expected = whole_batch(model, batch)
+        with devices.order_checked() as reports:
+            wrapper = wrapped(model, 2, 2, 2, 2, engine=engine)
+            for _ in range(2):
+                assert_same(train(wrapper, batch, [8]), expected)
+            for card in CARDS:
+                standin.synchronize(card)
+    assert reports == []
+
+
+def test_threads_take_turns(played):
+    """Two wrappers in one loss: autograd's threads of two cards may both come to NCCL, and one waits for the other."""
+    inside, most = [], []
+    reduce = played.reduce
+
+    def noted(*args, **kwargs):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)  # so that another thread would come in, if it could
+        reduce(*args, **kwargs)
+        inside.pop()
+
+    played.reduce = noted
+    model, other = (torch.nn.Linear(3, 2).to(CARDS[0]) for _ in range(2))
+    batch = torch.ones(8, 3, device=CARDS[0])
+    left, right = wrapped(model, 4, 0, 4, engine="torch"), wrapped(other, 2, 3, 3, engine="torch")
+    for _ in range(5):
+        (left(batch).sum() + right(batch).sum()).backward()
+    assert len(most) > 10
+    assert set(most) == {1}
+
+
+def test_two_evaluations_on_two_sets_of_streams_are_in_order():
+    """Copies that are still arriving on one set of streams are not read on another."""
+    model, batch = torch.nn.Linear(3, 2).to(CARDS[0]), torch.ones(8, 3, device=CARDS[0])
+    wrapper = wrapped(model, 2, 2, 2, 2)
+    for card in CARDS:
+        standin.synchronize(card)
+    outputs = []
+    with devices.order_checked() as reports, torch.no_grad():
+        for _ in range(2):
+            with ExitStack() as stack:
+                sides = [standin.Stream(card) for card in CARDS]
+                for side in sides:
+                    stack.enter_context(standin.stream(side))
+                stack.enter_context(standin.device(CARDS[0]))
+                outputs.append(wrapper(batch))
+        for card in CARDS:
+            standin.synchronize(card)
+    assert reports == []
+    assert torch.equal(*(output.cpu() for output in outputs))

@@ -19,7 +19,7 @@ from splittune.hardware.virtual.catalog import GPUS, GpuModel
 from splittune.hardware.virtual.ledger import Ledger
 from splittune.parallel import BalancedDataParallel
 from splittune.parallel.compiled import as_written
-from splittune.parallel.link import strides_as
+from splittune.parallel.link import Link, strides_as
 from splittune.split import BatchSplit
 from splittune.units import MIB, format_bytes
 
@@ -301,6 +301,9 @@ class VirtualLink:
         ledger = self._hardware._ledger
         if ledger is not None and place is not None and mark is not None:
             ledger.timeline.wait_until(place, mark)
+
+    def is_in_order_with(self, other: Link) -> bool:
+        return isinstance(other, VirtualLink)
 
     def nccl(self, places: Sequence[Any]) -> VirtualNccl | None:
         ledger = self._hardware._ledger

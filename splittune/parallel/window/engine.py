@@ -132,6 +132,7 @@ class WindowEngine:
 
     Nothing is ever reused in silence after it may have changed: copies serve one window only, and
     within it they are made anew when a parameter, a buffer, a mode or the module tree has changed.
+    All calls of a window are made on one set of the cards' streams, as torch's own accumulation wants.
     What is written through ``.data`` moves no version counter: within a window that is not seen,
     the next window has it. Limits are DistributedDataParallel's: ``torch.autograd.grad`` or
     ``backward(inputs=...)`` with respect to the module's parameters, and gradients that carry a
@@ -174,7 +175,7 @@ class WindowEngine:
             self._check_window()
         self._evaluated = None
         copies = self._kept[-1] if self._kept else None
-        if copies is None or not copies.serve(positions):
+        if copies is None or not copies.serve(positions, link):
             before = () if copies is None else copies.positions
             copies = ReplicaCopies(self._module, link, {*positions, *before}, partial(_on_arrival, weakref.ref(self)))
             self._live.add(copies.gradients)
@@ -193,7 +194,7 @@ class WindowEngine:
     def _copy_out_to_evaluate(self, positions: Sequence[int], link: Link) -> Replicas:
         """New trees around the copies of the forward before, while nothing has changed and nothing is trained."""
         copies = self._evaluated
-        if copies is None or not copies.serve(positions):
+        if copies is None or not copies.serve(positions, link):
             # not beside the old ones
             self._evaluated = copies = None
             self._evaluated = copies = ReplicaCopies(self._module, link, positions)

@@ -35,9 +35,11 @@ class ModuleState:
         self.modules = modules_of(module)
         self.parameters = [p for child in self.modules for p in child._parameters.values() if p is not None]
         self.buffers = self.buffers_now()
-        """Apart from the rest: a forward pass may change them, and they are few. They are renewed by themselves."""
+        """Apart from the rest: a forward pass may change them, and they are few. They are renewed by themselves, but
+        for those that learn: those are copied as parameters are."""
         tables = [child.__dict__[name] for child in self.modules for name in _TABLES if name in child.__dict__]
         self._tables, self._empty_tables = [each for each in tables if each], [each for each in tables if not each]
+        self._lengths = list(map(len, self._tables))
         self._parts, self._versions = self._parts_now(), self._versions_now()
 
     def is_current(self) -> bool:
@@ -45,6 +47,7 @@ class ModuleState:
         parts = self._parts_now()
         return (
             not any(self._empty_tables)  # most tables are, and nothing else is asked of them
+            and list(map(len, self._tables)) == self._lengths  # or a part could move from one table to the next
             and len(parts) == len(self._parts)
             and all(map(is_, parts, self._parts))
             and self._versions_now() == self._versions
@@ -63,7 +66,11 @@ class ModuleState:
         return list(chain.from_iterable(map(dict.values, chain(map(vars, self.modules), self._tables))))
 
     def _versions_now(self) -> list[tuple[Any, ...]]:
-        return [(version_of(parameter), parameter.requires_grad) for parameter in self.parameters]
+        buffers = (buffer for child in self.modules for buffer in child._buffers.values() if buffer is not None)
+        return [
+            *((version_of(parameter), parameter.requires_grad) for parameter in self.parameters),
+            *((id(buffer), version_of(buffer)) for buffer in buffers if buffer.requires_grad),
+        ]
 
 
 class Buffers(NamedTuple):
@@ -114,10 +121,11 @@ class ReplicaCopies:
         self.trees: dict[int, nn.Module] = {}
         self._rebuild(module, link)
 
-    def serve(self, positions: Sequence[int]) -> bool:
+    def serve(self, positions: Sequence[int], link: Link) -> bool:
         """Whether a forward on these positions may run on them: buffers aside, they are as new ones would be."""
         return (
             self.positions.issuperset(positions)
+            and link.is_in_order_with(self.gradients.link)
             and self.is_inference == torch.is_inference_mode_enabled()
             and self._state.is_current()
         )

@@ -82,7 +82,8 @@ class ReplicaGradients:
         self._arrive()
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
-            self._held[0].add_ours(index, grad.detach() if grad.requires_grad else grad)
+            # of a complex parameter it may be conjugated in name alone, and torch adds no lists of such
+            self._held[0].add_ours(index, (grad.detach() if grad.requires_grad else grad).resolve_conj())
 
     def _arrive(self) -> None:
         if torch._C._current_graph_task_id() not in self.graph_tasks:
@@ -122,6 +123,7 @@ class ReplicaGradients:
         strides = self._strides[index]
         if grad is None or grad.layout != torch.strided:
             return grad
+        grad = grad.resolve_conj()
         if grad.is_contiguous() if strides is None else grad.stride() == strides:
             return grad
         if strides is None:
