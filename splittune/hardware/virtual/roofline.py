@@ -42,13 +42,20 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     """Floating-point operations of one call, 0 where torch has no formula for it.
 
     The count is torch's own (torch.utils.flop_counter): matrix products, convolutions, attention,
-    forward and backward, two for each multiply-add.
+    forward and backward, two for each multiply-add. Except the backward of a convolution: torch
+    counts ``groups`` times too much for the weight's gradient. Each gradient takes what the forward
+    takes, in the same shapes. Worked: a depthwise 3 x 3 convolution of 64 channels over 8 images of
+    56 x 56 is 28.9e6 FLOPs forward and 57.8e6 backward, of which torch would make 1.9e9.
     """
     alias = _SAME_FLOPS_AS.get(func._schema.name)
     if alias is not None:
         packet, num_args = alias
         *before, query, key, value = args[:num_args]
         return int(flop_registry[packet](*before, query, *_for_each_head(query, key, value), out_val=out))
+    if func._overloadpacket is _aten.convolution_backward:
+        grad, inputs, weight, _bias_sizes, *options, wanted = args
+        forward = int(flop_registry[_aten.convolution](inputs, weight, None, *options, out_val=grad))
+        return forward * (bool(wanted[0]) + bool(wanted[1]))
     formula = flop_registry.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 

@@ -62,6 +62,21 @@ def test_a_convolution_is_counted_forward_and_backward():
     }
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 4, 64])
+def test_groups_of_a_convolution_do_their_own_channels_alone(groups, transposed):
+    """64 channels over 8 x 8 in g groups: every position meets 64 / g channels, in both gradients as in the forward."""
+    layer = (nn.ConvTranspose2d if transposed else nn.Conv2d)(64, 64, 3, padding=1, groups=groups, bias=False)
+    x = torch.ones(2, 64, 8, 8, requires_grad=True)
+    forward = 2 * 2 * 64 * 9 * 64 * (64 // groups)
+    assert flops_of(lambda: layer(x).sum().backward()) == {
+        "aten::convolution": forward,
+        "aten::convolution_backward": 2 * forward,
+    }
+    frozen = {"aten::convolution": forward, "aten::convolution_backward": forward}
+    assert flops_of(lambda: layer(x.detach()).sum().backward()) == frozen
+
+
 def test_attention_is_counted_forward_and_backward():
     """2 products of 2 x 4 heads x 6 x 6 x 8 forward, and 5 backward: that of the scores is made again."""
     query = torch.ones(1, 4, 6, 8, requires_grad=True)
