@@ -22,6 +22,7 @@ MAX_LINES = 400
 FLOORS = (
     ("__main__", "cli"),
     ("demo", "results"),
+    ("plan",),
     ("options", "tuner", "verify"),
     ("report",),
     ("runners",),

@@ -134,22 +134,22 @@ def slice_arguments(
 
 
 def select_batch(
-    tree: Any, indices: Tensor, dim: int = 0, batch_size: int | None = None, listed: bool | None = None
+    tree: Any, indices: Sequence[int], dim: int = 0, batch_size: int | None = None, listed: bool | None = None
 ) -> Any:
-    """The samples at `indices` (1-dim, int64), in that order and as often as they are there.
+    """The samples at `indices`, in that order and as often as they are there.
 
-    All else is as in `slice_batch`. Example: ``select_batch((torch.arange(2), ["a", "b"]),
-    torch.tensor([0, 1, 0]))`` gives ``(tensor([0, 1, 0]), ["a", "b", "a"])``.
+    All else is as in `slice_batch`. Example: ``select_batch((torch.arange(2), ["a", "b"]), [0, 1, 0])``
+    gives ``(tensor([0, 1, 0]), ["a", "b", "a"])``.
 
     Raises:
         ConfigError: a tensor has another size along `dim`; the message names its path.
     """
     size, are_listed = _size_and_form(tree, dim, batch_size, listed)
-    chosen = indices.tolist()
+    chosen = torch.tensor(indices, dtype=torch.long)
     pick = _Pick(
-        tensor=lambda tensor: tensor.index_select(dim, indices.to(tensor.device)),
-        sequence=lambda sequence: [sequence[index] for index in chosen],
-        fraction=len(chosen) / max(size, 1),
+        tensor=lambda tensor: tensor.index_select(dim, chosen.to(tensor.device)),
+        sequence=lambda sequence: [sequence[index] for index in indices],
+        fraction=len(indices) / max(size, 1),
     )
     return _cut(tree, pick, _Cut(dim, size, are_listed), "")
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from splittune.errors import ConfigError
 from splittune.parallel.nesting import map_tensors, tensors_of
 from splittune.parallel.samples import Samples, read_samples, select_batch, slice_batch
@@ -37,15 +35,16 @@ class SampleBatch:
         """A batch of `num_samples`: the first of the loader's, over again where it has fewer."""
         if num_samples <= self.batch_size:
             return slice_batch(self.batch, 0, num_samples, batch_size=self.batch_size, listed=self.are_listed)
-        return self._of(torch.arange(num_samples))
+        return self._of(range(num_samples))
 
     def copies(self, num_samples: int) -> Any:
         """The loader's first sample, so many times over."""
-        return self._of(torch.zeros(num_samples, dtype=torch.long))
+        return self._of([0] * num_samples)
 
-    def _of(self, indices: torch.Tensor) -> Any:
+    def _of(self, indices: Iterable[int]) -> Any:
         """A batch of those samples, counted on where the loader's ends."""
-        chosen = select_batch(self.batch, indices % self.batch_size, batch_size=self.batch_size, listed=self.are_listed)
+        within = [index % self.batch_size for index in indices]
+        chosen = select_batch(self.batch, within, batch_size=self.batch_size, listed=self.are_listed)
         # what was picked out is new memory: pinned as the loader's is, or its way to the cards would take longer
         is_pinned = any(tensor.is_pinned() for _, tensor in tensors_of(self.batch))
         return (

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# Private; tests/hardware/virtual/test_shapes.py fails loudly should it change.
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from splittune.errors import ConfigError
@@ -74,7 +77,7 @@ def _computed_from(output: Tensor, targets: Tensor) -> tuple[Tensor, str] | None
 
 
 def check_loss(loss: Any, origin: str) -> Tensor:
-    """The loss, if it is a finite scalar that gradients flow from.
+    """The loss, if it is a finite scalar that gradients flow from; of one without a value that is not asked.
 
     Raises:
         ConfigError: it is no tensor, not of 0 dimensions, does not require a gradient, or is not finite.
@@ -94,7 +97,7 @@ def check_loss(loss: Any, origin: str) -> Tensor:
             f"{origin} gave a loss without gradient: expected one that depends on the model's trainable parameters. "
             "Check for detach(), no_grad() or .item() on its way."
         )
-    if not torch.isfinite(loss.detach()):
+    if not isinstance(loss, FakeTensor) and not torch.isfinite(loss.detach()):
         raise ConfigError(
             f"{origin} gave a loss of {loss.item()}: expected a finite number. A model that diverges cannot be "
             "measured: check the inputs, the initialisation and the learning rate."

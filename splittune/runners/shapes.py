@@ -1,0 +1,187 @@
+"""Trials on shapes: the job's own step over virtual GPUs, on tensors that have no values."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+# Private: torch.compile and torch.export trace with them. tests/hardware/virtual/test_shapes.py fails loudly should
+# they change.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.optim import Optimizer
+
+from splittune.hardware.virtual import VirtualHardware
+from splittune.parallel.nesting import map_tensors
+from splittune.profiling.measurement import LossPlacement, Measurement
+from splittune.profiling.profiler import Profiler
+from splittune.runners.base import JobFacts
+from splittune.runners.in_process import InProcessRunner
+from splittune.split import BatchSplit
+from splittune.training import SampleBatch, Snapshot, TrainingTask, read_batches
+from splittune.training.reach import reach
+
+logger = logging.getLogger(__name__)
+
+# An operation wants to read a value, gives as many elements as values say, or has no shapes-only form.
+_NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+class ShapeRunner:
+    """Runs a job's trials over virtual GPUs on a copy that has shapes and no values, a new one for each trial.
+
+    No arithmetic is done: a step of GPT-2 (124 million parameters) takes a second or two on two cores, at any batch
+    size, and no memory for activations. Allocations, peaks and modelled times are those of a run on real tensors.
+
+    The job itself is only read. Where a step needs values, a loss that is read in it say, the trials go on with real
+    tensors as `InProcessRunner`'s do, and `needs_values` says why.
+
+    Worked: of ``if loss.item() > 100:`` in line 12 of train.py, `needs_values` is "aten._local_scalar_dense needs
+    values: train.py:12, in step: if loss.item() > 100:".
+    """
+
+    def __init__(self, task: TrainingTask, hardware: VirtualHardware) -> None:
+        self._task, self._hardware = task, hardware
+        self._real: InProcessRunner | None = None
+        self._samples: SampleBatch | None = None
+        self._known: dict[tuple[BatchSplit, LossPlacement], Measurement] = {}
+        self.needs_values: str | None = why_not(task)
+        """Why trials run on real tensors; None as long as they do not."""
+
+    def open(self, placements: Sequence[LossPlacement]) -> JobFacts:
+        self._samples = read_batches(self._task.loader)
+        return JobFacts.of(self._task, self._samples, self._hardware)
+
+    def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> ShapeProfiler:
+        return ShapeProfiler(self, tuple(min_headroom_bytes), loss_placement)
+
+    def close(self) -> None:
+        """Leave the job as it was found."""
+        if self._real is not None:
+            self._real.close()
+
+    def measure(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
+        """One trial: on shapes, or on real tensors once it is known that shapes will not do.
+
+        The same split gives the same figures, so it is run once.
+        """
+        if (split, placement) not in self._known:
+            self._known[split, placement] = self._measure(split, headroom, placement)
+        return self._known[split, placement]
+
+    def _measure(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
+        if self.needs_values is None:
+            try:
+                return self._measure_shapes(split, headroom, placement)
+            except _NEEDS_VALUES as error:
+                self.needs_values = _describe(error)
+        if self._real is None:
+            logger.warning("Trials run on real tensors, which takes longer: %s", self.needs_values)
+            self._real = InProcessRunner(self._task, self._hardware)
+            self._real.open([placement])
+        return self._real.profiler(min_headroom_bytes=headroom, loss_placement=placement).measure(split)
+
+    def _measure_shapes(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
+        assert self._samples is not None, "open() comes first"
+        # an operation of real tensors alone is done for real: the job's own are therefore not inside
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        task = _without_values(self._task, mode)
+        samples = replace(self._samples, batch=map_tensors(mode.from_tensor, self._samples.batch))
+        profiler = Profiler(
+            task, self._hardware, samples, _Unkept(), min_headroom_bytes=headroom, loss_placement=placement
+        )
+        with mode:
+            return profiler.measure(split)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeProfiler:
+    """Measures splits for a `ShapeRunner`."""
+
+    runner: ShapeRunner
+    headroom: tuple[int, ...]
+    placement: LossPlacement
+
+    def measure(self, split: BatchSplit) -> Measurement:
+        """Micro-steps and updates of `split`."""
+        return self.runner.measure(split, self.headroom, self.placement)
+
+    def measure_whole_steps(self, split: BatchSplit) -> Measurement:
+        """The same: a modelled clock repeats exactly, and so nothing is learned from a step in full."""
+        return self.measure(split)
+
+
+def why_not(task: TrainingTask) -> str | None:
+    """Why a job needs values, as far as that is known without running it; None where it may do with shapes."""
+    if task.grad_scaler is not None and task.grad_scaler.is_enabled():
+        return "a gradient scaler looks whether gradients are finite"
+    own = set(task.model.modules()) | (
+        set(task.loss_fn.modules()) if isinstance(task.loss_fn, torch.nn.Module) else set()
+    )
+    reached = reach((task.loss_fn, task.step_fn, *task.other_state))
+    others = sorted({type(module).__name__ for module in reached.modules if module not in own})
+    others += sorted({type(one).__name__ for one in reached.optimizers if one is not task.optimizer})
+    if others:
+        return f"the step uses {', '.join(others)} beside the model, which are not copied"
+    try:
+        _without_values(task, FakeTensorMode(allow_non_fake_inputs=True))
+    except (RuntimeError, NotImplementedError, TypeError, *_NEEDS_VALUES) as error:
+        return f"the model cannot be copied: {next(iter(str(error).splitlines()), type(error).__name__)}"
+    return None
+
+
+def _without_values(task: TrainingTask, mode: FakeTensorMode) -> TrainingTask:
+    """A copy of the job whose model, optimizer and loss have shapes alone."""
+    loss_fn = task.loss_fn if isinstance(task.loss_fn, torch.nn.Module) else None
+    optimizer = task.optimizer if isinstance(task.optimizer, Optimizer) else None
+    with FakeCopyMode(mode):
+        model, loss_copy, optimizer_copy = copy.deepcopy((task.model, loss_fn, optimizer))
+    return replace(
+        task,
+        model=model,
+        loss_fn=task.loss_fn if loss_fn is None else loss_copy,
+        optimizer=task.optimizer if optimizer is None else optimizer_copy,
+    )
+
+
+class _Unkept(Snapshot):
+    """Of a copy that is thrown away nothing is put back."""
+
+    def __init__(self) -> None:
+        pass
+
+    def restore(self, *, on_host_only: bool = False) -> None:
+        """Nothing."""
+
+    def restore_gradients(self, *, on_host_only: bool = False) -> None:
+        """Nothing."""
+
+
+def _describe(error: BaseException) -> str:
+    """The operation, and the innermost line that is neither torch's nor ours."""
+    operation = str(error).removesuffix(".default") or type(error).__name__
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)
+    ]
+    if not frames:
+        return f"{operation} needs values."
+    last = frames[-1]
+    return f"{operation} needs values: {Path(last.filename).name}:{last.lineno}, in {last.name}: {last.line}"

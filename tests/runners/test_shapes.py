@@ -1,0 +1,160 @@
+"""Trials on shapes give what trials on real tensors give, touch nothing of the job, and say when values are needed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from splittune.demo import byte_gpt
+from splittune.hardware import resolve_hardware
+from splittune.hardware.virtual import VirtualHardware
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.runners.in_process import InProcessRunner
+from splittune.runners.shapes import ShapeRunner
+from splittune.split import BatchSplit
+from splittune.training import TrainingTask
+
+SPLITS = [
+    BatchSplit(global_batch_size=16, accumulation_steps=k, shard_sizes=shards)
+    for k, shards in ((1, (4, 6, 6)), (2, (0, 4, 4)), (2, (4, 2, 2)))
+]
+
+
+# the fields that hold times, with what leaves them out of a comparison
+TIMELESS: dict[str, Any] = {"micro_step_times_s": (1.0,), "update_times_s": (1.0,), "device_busy_s": None}
+
+
+def cards(spec: str = "3xT400-4GB") -> VirtualHardware:
+    hardware = resolve_hardware(spec)
+    assert isinstance(hardware, VirtualHardware)
+    return hardware
+
+
+def vectors(num_samples: int = 16) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(num_samples, 6), torch.randint(3, (num_samples,)))]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+def with_instance() -> TrainingTask:
+    model = mlp()
+    return TrainingTask(model, vectors(), optimizer=torch.optim.Adam(model.parameters(), weight_decay=0.1))
+
+
+JOBS = {
+    "AdamW assumed": lambda: TrainingTask(mlp(), vectors()),
+    "an optimizer's instance": with_instance,
+    "a loss that is a module": lambda: TrainingTask(mlp(), vectors(), loss_fn=nn.CrossEntropyLoss(torch.ones(3))),
+    "a step function": lambda: TrainingTask(
+        mlp(), vectors(), step_fn=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
+    ),
+    "bfloat16": lambda: TrainingTask(mlp(), vectors(), autocast_dtype=torch.bfloat16),
+    "a small loader": lambda: TrainingTask(mlp(), vectors(4), global_batch_size=16),
+    "the demo's GPT": lambda: byte_gpt(16),
+}
+
+
+def measured(runner: Any) -> list[Measurement]:
+    try:
+        runner.open(["output"])
+        profiler = runner.profiler(min_headroom_bytes=(0, 0, 0), loss_placement="output")
+        return [profiler.measure(split) for split in SPLITS]
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_shapes_give_what_real_tensors_give(name: str) -> None:
+    """Outcomes and peaks to the byte, times to nine digits: only the first step asks whether the loss is finite."""
+    torch.manual_seed(0)
+    task = JOBS[name]()
+    runner = ShapeRunner(task, cards())
+    on_shapes = measured(runner)
+    assert runner.needs_values is None
+    for mine, real in zip(on_shapes, measured(InProcessRunner(task, cards())), strict=True):
+        assert replace(mine, **TIMELESS) == replace(real, **TIMELESS)
+        # the statistics of a normalisation in bfloat16: by torch's rule for shapes in that, by its kernel in float32
+        digits = 2e-2 if name == "bfloat16" else 1e-9
+        for times in TIMELESS:
+            assert getattr(mine, times) == pytest.approx(getattr(real, times), rel=digits)
+    assert {each.outcome for each in on_shapes} == {Outcome.OK}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_job_is_only_read(name: str) -> None:
+    """Weights, gradients, statistics, the optimizer's state and every generator are as they were."""
+    torch.manual_seed(0)
+    task = JOBS[name]()
+    before = {key: value.clone() for key, value in task.model.state_dict().items()}
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    measured(ShapeRunner(task, cards()))
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    for key, value in task.model.state_dict().items():
+        assert torch.equal(value, before[key])
+    assert all(type(parameter) is nn.Parameter and parameter.grad is None for parameter in task.model.parameters())
+    if isinstance(task.optimizer, torch.optim.Optimizer):
+        assert not task.optimizer.state
+    assert task.model.training
+
+
+def test_a_step_that_reads_a_value_goes_on_with_real_tensors(caplog: pytest.LogCaptureFixture) -> None:
+    """Which line of whose code that is is said once, and the figures are those of real tensors."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        loss = functional.cross_entropy(model(batch[0]), batch[1])
+        if loss.item() > 100:
+            raise AssertionError("diverged")
+        return loss
+
+    task = TrainingTask(mlp(), vectors(), step_fn=step)
+    runner = ShapeRunner(task, cards())
+    found = measured(runner)
+    assert runner.needs_values is not None
+    assert "test_shapes.py:" in runner.needs_values
+    assert runner.needs_values.endswith("in step: if loss.item() > 100:")
+    assert caplog.text.count("Trials run on real tensors") == 1
+    assert found == measured(InProcessRunner(task, cards()))
+
+
+def test_a_teacher_beside_the_model_is_not_copied() -> None:
+    """Its weights would be inside the step: such a job runs on real tensors from the start."""
+    teacher = nn.Linear(6, 3)
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(model(batch[0]), teacher(batch[0]).detach())
+
+    runner = ShapeRunner(TrainingTask(mlp(), vectors(), step_fn=step), cards())
+    assert runner.needs_values == "the step uses Linear beside the model, which are not copied"
+    assert {each.outcome for each in measured(runner)} == {Outcome.OK}
+
+
+def test_a_gradient_scaler_needs_values() -> None:
+    """It looks whether gradients are finite."""
+    scaler = torch.amp.GradScaler("cpu")
+    runner = ShapeRunner(TrainingTask(mlp(), vectors(), grad_scaler=scaler), cards())
+    assert runner.needs_values is not None
+    assert "finite" in runner.needs_values
+
+
+def test_cards_larger_than_this_machine_are_filled() -> None:
+    """A step that would take 100 GiB of this machine's memory runs out of it on the card that it does not fit."""
+    task = TrainingTask(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), [(torch.ones(4, 1024),) * 2])
+    split = BatchSplit(global_batch_size=2**21, accumulation_steps=1, shard_sizes=(2**20, 2**19, 2**19))
+    runner = ShapeRunner(task, cards("3xA100-80GB"))
+    try:
+        runner.open(["output"])
+        measurement = runner.profiler(min_headroom_bytes=(0, 0, 0), loss_placement="output").measure(split)
+    finally:
+        runner.close()
+    assert runner.needs_values is None
+    assert measurement.outcome is Outcome.OK
+    assert 30 * 2**30 < measurement.memory[0].peak_reserved_bytes < 80 * 2**30
