@@ -24,6 +24,7 @@ from splittune.errors import (
     WorkerError,
 )
 from splittune.parallel import BalancedDataParallel, accumulate, data_parallel
+from splittune.plan import Plan, plan
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.report import TuneResult
 from splittune.split import BatchSplit, SplitSpace
@@ -43,6 +44,7 @@ __all__ = [
     "NoFeasibleSplitError",
     "NvmlUnavailableError",
     "Outcome",
+    "Plan",
     "SplitConfig",
     "SplitSpace",
     "SplittuneError",
@@ -54,6 +56,7 @@ __all__ = [
     "accumulate",
     "autotune",
     "data_parallel",
+    "plan",
     "verify",
 ]
 

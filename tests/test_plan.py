@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from splittune import BatchSplit, ConfigError, DeviceError, TrainingTask, autotune
-from splittune.plan import plan
+from splittune import BatchSplit, ConfigError, DeviceError, TrainingTask, autotune, plan
 from splittune.profiling.measurement import Outcome
 
 
@@ -77,6 +77,6 @@ def test_what_cannot_be_used_is_refused_before_any_work(
     given: dict[str, Any], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list with one bad entry costs no trial."""
-    monkeypatch.setattr("splittune.plan.ShapeRunner", None)
+    monkeypatch.setattr(sys.modules["splittune.plan"], "ShapeRunner", None)
     with pytest.raises(error, match=words):
         plan(**({"task": job(), "devices": "2xT400-4GB", "progress": False} | given))
