@@ -1,9 +1,11 @@
-"""plan(): what a job would do on cards that are not here, in seconds and without doing its arithmetic."""
+"""plan(): what a job would do on cards that are not here, told without doing its arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from reprlib import repr as short_repr
+from typing import Any
 
 from splittune.checks import checked_int
 from splittune.errors import ConfigError, NoFeasibleSplitError
@@ -57,7 +59,7 @@ def plan(
     """Foretell memory and speed of a job on machines that are not here.
 
     The job's own step is run over virtual cards on a copy that has shapes and no values, so that neither the arithmetic
-    nor the memory of the real model is needed (`ShapeRunner`). The job is only read.
+    nor the memory for its activations is needed (`ShapeRunner`). The job is left as it was found.
 
     Args:
         task: the job, on the CPU.
@@ -73,12 +75,13 @@ def plan(
         ConfigError: an argument cannot be used; all are looked at before any work.
         DeviceError: an unknown card; the message names the nearest.
     """
-    machines = [devices] if isinstance(devices, str) else list(devices)
-    if not machines:
-        raise ConfigError('no machine was named: expected at least one, such as devices="4xRTX3090".')
+    machines = [devices] if isinstance(devices, str) else _entries("devices", devices, '["4xRTX3090"]')
     if splits is not None and global_batch_sizes is not None:
         raise ConfigError("got splits and global_batch_sizes: expected one of them. A split has its own batch size.")
-    sizes = [None] if global_batch_sizes is None else [_size(size) for size in global_batch_sizes]
+    sizes: list[int | None] = [None]
+    if global_batch_sizes is not None:
+        given = _entries("global_batch_sizes", global_batch_sizes, "[64, 128]")
+        sizes = [checked_int("a global batch size", size, at_least=1) for size in given]
     hardware = [_virtual(machine) for machine in machines]
     options = SearchOptions(min_headroom_bytes=min_headroom_bytes, max_trials=max_trials)
     if splits is not None:
@@ -101,8 +104,10 @@ def _foretell(
     task: TrainingTask, machines: Sequence[VirtualHardware], splits: Sequence[BatchSplit], options: SearchOptions
 ) -> Plan:
     found, needs_values = [], None
-    for cards in machines:
-        for split in splits:
+    for split in _entries("splits", splits, "[BatchSplit.even(...)]"):
+        if not isinstance(split, BatchSplit):
+            raise ConfigError(f"splits holds {short_repr(split)}: expected BatchSplits alone.")
+        for cards in machines:
             if split.num_devices != len(cards.devices):
                 raise ConfigError(
                     f"the split {split} is for {split.num_devices} cards, and {cards.spec} has {len(cards.devices)}."
@@ -120,8 +125,10 @@ def _foretell(
     return Plan(measurements=tuple(found), needs_values=needs_values)
 
 
-def _size(size: object) -> int:
-    return checked_int("a global batch size", size, at_least=1)
+def _entries(name: str, given: object, example: str) -> list[Any]:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ConfigError(f"{name} is {short_repr(given)}: expected a list of at least one entry, such as {example}.")
+    return list(given)
 
 
 def _virtual(machine: str) -> VirtualHardware:

@@ -33,7 +33,7 @@ FLOORS = (
     ("hardware",),
     ("parallel",),
     ("split",),
-    ("cards", "checks", "errors", "signals", "units"),
+    ("cards", "checks", "errors", "fakes", "signals", "units"),
 )
 TESTS = "tests"
 

@@ -61,7 +61,11 @@ def test_a_machine_on_which_nothing_fits_is_a_row() -> None:
     ("given", "error", "words"),
     [
         ({"devices": "4xRTX3091"}, DeviceError, "RTX3090"),
-        ({"devices": []}, ConfigError, "no machine"),
+        ({"devices": []}, ConfigError, r"devices is \[\]: expected a list of at least one entry"),
+        ({"global_batch_sizes": []}, ConfigError, "global_batch_sizes is"),
+        ({"global_batch_sizes": 64}, ConfigError, "global_batch_sizes is 64"),
+        ({"splits": []}, ConfigError, "splits is"),
+        ({"splits": [(2, 2)]}, ConfigError, "expected BatchSplits alone"),
         ({"devices": ["2xT400-4GB", "nonsense"]}, DeviceError, "nonsense"),
         ({"global_batch_sizes": [16, 0]}, ConfigError, "a global batch size is 0"),
         ({"global_batch_sizes": [16, "x"]}, ConfigError, "a global batch size is 'x'"),

@@ -10,10 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-# Private; tests/hardware/virtual/test_shapes.py fails loudly should it change.
-from torch._subclasses.fake_tensor import FakeTensor
-
 from splittune.cards import is_card, module_of
+from splittune.fakes import FakeTensor
 from splittune.parallel.nccl import Nccl, TorchNccl, is_nccl_usable
 
 # torch's own bucket for DataParallel's broadcast: large enough to amortise a launch, small enough

@@ -52,13 +52,18 @@ class InProcessRunner:
                 no_replica_loss = str(error)
         return replace(JobFacts.of(self._task, self._samples, self._hardware), no_replica_loss=no_replica_loss)
 
+    @property
+    def samples(self) -> SampleBatch:
+        """What micro-batches are made of, once it is open."""
+        assert self._samples is not None, "open() did not fail"
+        return self._samples
+
     def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> Profiler:
         assert self._snapshot is not None, "open() comes first"
-        assert self._samples is not None, "open() did not fail"
         return Profiler(
             self._task,
             self._hardware,
-            self._samples,
+            self.samples,
             self._snapshot,
             min_headroom_bytes=min_headroom_bytes,
             loss_placement=loss_placement,

@@ -10,19 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-
-# Private: torch.compile and torch.export trace with them. tests/hardware/virtual/test_shapes.py fails loudly should
-# they change.
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 from torch.optim import Optimizer
 
+from splittune.fakes import NEEDS_VALUES, FakeCopyMode, FakeTensorMode
 from splittune.hardware.virtual import VirtualHardware
 from splittune.parallel.nesting import map_tensors
 from splittune.profiling.measurement import LossPlacement, Measurement
@@ -30,29 +20,24 @@ from splittune.profiling.profiler import Profiler
 from splittune.runners.base import JobFacts
 from splittune.runners.in_process import InProcessRunner
 from splittune.split import BatchSplit
-from splittune.training import SampleBatch, Snapshot, TrainingTask, read_batches
+from splittune.training import Snapshot, TrainingTask
 from splittune.training.reach import reach
 
 logger = logging.getLogger(__name__)
 
-# An operation wants to read a value, gives as many elements as values say, or has no shapes-only form.
-_NEEDS_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+_ON_REAL_TENSORS = "Trials run on real tensors, which takes longer: %s"
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class ShapeRunner:
     """Runs a job's trials over virtual GPUs on a copy that has shapes and no values, a new one for each trial.
 
-    No arithmetic is done: a step of GPT-2 (124 million parameters) takes a second or two on two cores, at any batch
-    size, and no memory for activations. Allocations, peaks and modelled times are those of a run on real tensors.
+    No arithmetic is done: a step of GPT-2 (124 million parameters) takes two or three seconds on two cores, at any
+    batch size, and no memory for activations. Allocations, peaks and modelled times are those of a run on real tensors.
 
-    The job itself is only read. Where a step needs values, a loss that is read in it say, the trials go on with real
-    tensors as `InProcessRunner`'s do, and `needs_values` says why.
+    The job's model and optimizer are only read, and what else its functions change, random generators and lists say,
+    is put back by `close` as `InProcessRunner` puts it back. Where a step needs values, a loss that is read in it say,
+    the trials go on with real tensors as that one's do, and `needs_values` says why.
 
     Worked: of ``if loss.item() > 100:`` in line 12 of train.py, `needs_values` is "aten._local_scalar_dense needs
     values: train.py:12, in step: if loss.item() > 100:".
@@ -60,23 +45,22 @@ class ShapeRunner:
 
     def __init__(self, task: TrainingTask, hardware: VirtualHardware) -> None:
         self._task, self._hardware = task, hardware
-        self._real: InProcessRunner | None = None
-        self._samples: SampleBatch | None = None
+        self._real = InProcessRunner(task, hardware)
         self._known: dict[tuple[BatchSplit, LossPlacement], Measurement] = {}
         self.needs_values: str | None = why_not(task)
         """Why trials run on real tensors; None as long as they do not."""
 
     def open(self, placements: Sequence[LossPlacement]) -> JobFacts:
-        self._samples = read_batches(self._task.loader)
-        return JobFacts.of(self._task, self._samples, self._hardware)
+        if self.needs_values is not None:
+            logger.warning(_ON_REAL_TENSORS, self.needs_values)
+        return self._real.open(placements)
 
     def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> ShapeProfiler:
         return ShapeProfiler(self, tuple(min_headroom_bytes), loss_placement)
 
     def close(self) -> None:
         """Leave the job as it was found."""
-        if self._real is not None:
-            self._real.close()
+        self._real.close()
 
     def measure(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
         """One trial: on shapes, or on real tensors once it is known that shapes will not do.
@@ -91,20 +75,17 @@ class ShapeRunner:
         if self.needs_values is None:
             try:
                 return self._measure_shapes(split, headroom, placement)
-            except _NEEDS_VALUES as error:
+            except NEEDS_VALUES as error:
                 self.needs_values = _describe(error)
-        if self._real is None:
-            logger.warning("Trials run on real tensors, which takes longer: %s", self.needs_values)
-            self._real = InProcessRunner(self._task, self._hardware)
-            self._real.open([placement])
+                logger.warning(_ON_REAL_TENSORS, self.needs_values)
         return self._real.profiler(min_headroom_bytes=headroom, loss_placement=placement).measure(split)
 
     def _measure_shapes(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
-        assert self._samples is not None, "open() comes first"
         # an operation of real tensors alone is done for real: the job's own are therefore not inside
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         task = _without_values(self._task, mode)
-        samples = replace(self._samples, batch=map_tensors(mode.from_tensor, self._samples.batch))
+        real = self._real.samples
+        samples = replace(real, batch=map_tensors(mode.from_tensor, real.batch))
         profiler = Profiler(
             task, self._hardware, samples, _Unkept(), min_headroom_bytes=headroom, loss_placement=placement
         )
@@ -143,7 +124,7 @@ def why_not(task: TrainingTask) -> str | None:
         return f"the step uses {', '.join(others)} beside the model, which are not copied"
     try:
         _without_values(task, FakeTensorMode(allow_non_fake_inputs=True))
-    except (RuntimeError, NotImplementedError, TypeError, *_NEEDS_VALUES) as error:
+    except (RuntimeError, NotImplementedError, TypeError, *NEEDS_VALUES) as error:
         return f"the model cannot be copied: {next(iter(str(error).splitlines()), type(error).__name__)}"
     return None
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-# Private; tests/hardware/virtual/test_shapes.py fails loudly should it change.
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from splittune.errors import ConfigError
+from splittune.fakes import FakeTensor
 
 LossFunction = Callable[..., Tensor]
 _STEP_FN = "Give loss_fn=, or step_fn=lambda model, batch: ... for a step of your own."

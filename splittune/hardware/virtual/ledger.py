@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Private, and what torch.compile and torch.export trace with; tests/hardware/virtual/test_shapes.py fails loudly should
-# it change.
-from torch._subclasses.fake_tensor import FakeTensor
-
 # Underscored by name, documented and in wide use; tests/hardware/virtual/test_ledger.py fails
 # loudly should it change.
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from splittune.fakes import FakeTensor
 from splittune.hardware.virtual.allocator import Block, CachingAllocator
 from splittune.hardware.virtual.catalog import GpuModel
 from splittune.hardware.virtual.roofline import count_flops, has_flops, kernel_time_s

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-# Private; tests/hardware/virtual/test_shapes.py fails loudly should it change.
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from splittune.fakes import FakeTensor
 from splittune.parallel.collectives import Spread, copy_to_each
 from splittune.parallel.link import Link, buckets_of, flatten, unflatten
 from splittune.parallel.modules import modules_of
