@@ -114,6 +114,9 @@ def why_not(task: TrainingTask) -> str | None:
     """Why a job needs values, as far as that is known without running it; None where it may do with shapes."""
     if task.grad_scaler is not None and task.grad_scaler.is_enabled():
         return "a gradient scaler looks whether gradients are finite"
+    away = next((tensor.device for tensor in task.model.parameters() if tensor.device.type != "cpu"), None)
+    if away is not None:
+        return f"the model is on {away}; model.to('cpu') would spare that"
     own = set(task.model.modules()) | (
         set(task.loss_fn.modules()) if isinstance(task.loss_fn, torch.nn.Module) else set()
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from splittune import autotune
+from splittune import BatchSplit, TrainingTask, autotune, plan
 from splittune.hardware import CudaHardware, resolve_hardware
 from splittune.profiling import pacing
 from splittune.profiling.measurement import Outcome
@@ -82,3 +82,16 @@ def test_all_devices_are_resolved():
     assert [device.torch_device for device in resolve_hardware("1,0").devices] == ["standin:1", "standin:0"]
     assert hardware.processes() is None
     assert hardware.memory()[0].outside_bytes == devices.OUTSIDE_BYTES
+
+
+def test_a_plan_of_a_model_on_a_card_leaves_it_there():
+    """Such a model is not copied without values: its trials run on real tensors, and that is said."""
+    model = nn.Linear(8, 2).to(CARDS[0])
+    weight = model.weight.detach().clone()
+    task = TrainingTask(model, [(torch.randn(8, 8), torch.randint(2, (8,)))])
+    split = BatchSplit(global_batch_size=8, accumulation_steps=1, shard_sizes=(4, 4))
+    found = plan(task, "2xT400-4GB", splits=[split], progress=False)
+    assert found.needs_values == "the model is on standin:0; model.to('cpu') would spare that"
+    assert found.measurements[0].outcome is Outcome.OK
+    assert str(model.weight.device) == CARDS[0]
+    assert torch.equal(model.weight, weight)
