@@ -19,12 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from splittune.fakes import FakeTensor
 from splittune.hardware.virtual.allocator import Block, CachingAllocator
 from splittune.hardware.virtual.catalog import GpuModel
-from splittune.hardware.virtual.roofline import count_flops, has_flops, kernel_time_s
+from splittune.hardware.virtual.roofline import has_flops, kernel_time_s, work_of
 from splittune.hardware.virtual.timeline import Timeline
 from splittune.units import format_bytes
 
 _STRIDED = torch.strided
-_HALF = (torch.float16, torch.bfloat16)
 _MEMORY_ONLY = {
     "aten::empty",
     "aten::empty_like",
@@ -130,9 +129,9 @@ class Ledger(TorchDispatchMode):
                 created = True
                 self._add(tensor, device, home=device, is_guest=as_guest)
         if operation.writes or (created and not operation.is_empty):
-            touched = {id(tensor): tensor for tensor in (*inputs, *outputs)}.values()
-            num_flops = count_flops(func, args, kwargs, out) if operation.has_flops else 0
-            self.timeline.launch(device, _kernel_time_s(num_flops, touched, self.gpus[device]))
+            touched = list({id(tensor): tensor for tensor in (*inputs, *outputs)}.values())
+            work = work_of(func, args, kwargs, out, touched, has_flops=operation.has_flops)
+            self.timeline.launch(device, kernel_time_s(work, self.gpus[device]))
         # an index reads its own size only where it selects by a mask
         if operation.waits and (operation.name != "aten::index" or any(t.dtype in _MASKS for t in inputs[1:])):
             self.timeline.wait_for(device)
@@ -312,12 +311,6 @@ def _operation(func: Any) -> _Operation:
         waits=not _READ_BY_HOST.isdisjoint(func.tags),
         has_flops=has_flops(func),
     )
-
-
-def _kernel_time_s(num_flops: int, touched: Iterable[Tensor], gpu: GpuModel) -> float:
-    num_bytes = sum(tensor.nbytes for tensor in touched)
-    is_half = num_flops > 0 and any(tensor.dtype in _HALF for tensor in touched)
-    return kernel_time_s(num_flops, num_bytes, is_half=is_half, gpu=gpu)
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from splittune.hardware.virtual.catalog import GpuModel
 
 _aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
 # The CPU's own attention kernels: same leading arguments, and the same count, as the CUDA ones they
 # stand for.
 _SAME_FLOPS_AS = {
@@ -22,15 +24,37 @@ _SAME_FLOPS_AS = {
 }
 
 
-def kernel_time_s(num_flops: int, num_bytes: int, *, is_half: bool, gpu: GpuModel) -> float:
+class Work(NamedTuple):
+    """What one operation asks of a GPU, whichever it is."""
+
+    num_flops: int
+    num_bytes: int
+    """Of every tensor it reads or writes, once each."""
+    is_half: bool
+    """Whether its arithmetic is in half precision."""
+
+
+def kernel_time_s(work: Work, gpu: GpuModel) -> float:
     """Seconds for one operation on `gpu`, modelled: max(FLOPs / peak, bytes / bandwidth).
 
     Half-precision operands use the half-precision peak. Worked: a 1024 x 1024 matrix product in
     float32 is 2.1e9 FLOPs; at 35.6e12 FLOP/s that is 60 us, and its 12.6 MB at 936e9 B/s would be
     13 us.
     """
-    peak = gpu.half_flops_per_s if is_half else gpu.fp32_flops_per_s
-    return max(num_flops / peak, num_bytes / gpu.memory_bandwidth_bytes_per_s)
+    peak = gpu.half_flops_per_s if work.is_half else gpu.fp32_flops_per_s
+    return max(work.num_flops / peak, work.num_bytes / gpu.memory_bandwidth_bytes_per_s)
+
+
+def work_of(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, touched: Sequence[Tensor], *, has_flops: bool
+) -> Work:
+    """The work of one call, which reads or writes the tensors `touched`."""
+    num_flops = count_flops(func, args, kwargs, out) if has_flops else 0
+    return Work(
+        num_flops=num_flops,
+        num_bytes=sum(tensor.nbytes for tensor in touched),
+        is_half=num_flops > 0 and any(tensor.dtype in _HALF for tensor in touched),
+    )
 
 
 def has_flops(func: Any) -> bool:

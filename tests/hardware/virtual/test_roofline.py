@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from splittune.hardware.virtual.catalog import find_gpu
 from splittune.hardware.virtual.ledger import Ledger
-from splittune.hardware.virtual.roofline import count_flops, has_flops, kernel_time_s
+from splittune.hardware.virtual.roofline import Work, count_flops, has_flops, kernel_time_s
 from splittune.units import GIB
 
 RTX3090 = find_gpu("RTX3090")  # 35.6e12 FLOP/s in float32, 71e12 in half precision, 936e9 bytes/s
@@ -106,7 +106,7 @@ def test_what_torch_has_no_formula_for_has_no_flops():
 )
 def test_the_slower_of_arithmetic_and_memory_decides(num_flops, num_bytes, is_half, time_s):
     """Half precision has its own peak; what computes nothing takes the time of its bytes."""
-    assert kernel_time_s(num_flops, num_bytes, is_half=is_half, gpu=RTX3090) == pytest.approx(time_s)
+    assert kernel_time_s(Work(num_flops, num_bytes, is_half), RTX3090) == pytest.approx(time_s)
 
 
 def busy_s(run) -> float:
