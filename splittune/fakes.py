@@ -7,14 +7,13 @@ from __future__ import annotations
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 
-__all__ = ["NEEDS_VALUES", "FakeCopyMode", "FakeTensor", "FakeTensorMode"]
+__all__ = ["NEEDS_VALUES", "FakeTensor", "FakeTensorMode"]
 
 # An operation wants to read a value, gives as many elements as values say, or has no form without values.
 NEEDS_VALUES = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import traceback
 from collections.abc import Sequence
@@ -10,17 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.optim import Optimizer
 
-from splittune.fakes import NEEDS_VALUES, FakeCopyMode, FakeTensorMode
+from splittune.fakes import NEEDS_VALUES, FakeTensorMode
 from splittune.hardware.virtual import VirtualHardware
 from splittune.parallel.nesting import map_tensors
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.profiling.profiler import Profiler
 from splittune.runners.base import JobFacts
+from splittune.runners.fake_copy import Unkept, shape_of, without_values
 from splittune.runners.in_process import InProcessRunner
 from splittune.split import BatchSplit
-from splittune.training import Snapshot, TrainingTask
+from splittune.training import TrainingTask
 from splittune.training.reach import reach
 
 logger = logging.getLogger(__name__)
@@ -83,11 +82,11 @@ class ShapeRunner:
     def _measure_shapes(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
         # an operation of real tensors alone is done for real: the job's own are therefore not inside
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        task = _without_values(self._task, mode)
+        task = without_values(self._task, mode)
         real = self._real.samples
-        samples = replace(real, batch=map_tensors(mode.from_tensor, real.batch))
+        samples = replace(real, batch=map_tensors(lambda tensor: shape_of(tensor, mode), real.batch))
         profiler = Profiler(
-            task, self._hardware, samples, _Unkept(), min_headroom_bytes=headroom, loss_placement=placement
+            task, self._hardware, samples, Unkept(), min_headroom_bytes=headroom, loss_placement=placement
         )
         with mode:
             return profiler.measure(split)
@@ -114,9 +113,6 @@ def why_not(task: TrainingTask) -> str | None:
     """Why a job needs values, as far as that is known without running it; None where it may do with shapes."""
     if task.grad_scaler is not None and task.grad_scaler.is_enabled():
         return "a gradient scaler looks whether gradients are finite"
-    away = next((tensor.device for tensor in task.model.parameters() if tensor.device.type != "cpu"), None)
-    if away is not None:
-        return f"the model is on {away}; model.to('cpu') would spare that"
     own = set(task.model.modules()) | (
         set(task.loss_fn.modules()) if isinstance(task.loss_fn, torch.nn.Module) else set()
     )
@@ -126,37 +122,10 @@ def why_not(task: TrainingTask) -> str | None:
     if others:
         return f"the step uses {', '.join(others)} beside the model, which are not copied"
     try:
-        _without_values(task, FakeTensorMode(allow_non_fake_inputs=True))
+        without_values(task, FakeTensorMode(allow_non_fake_inputs=True))
     except (RuntimeError, NotImplementedError, TypeError, *NEEDS_VALUES) as error:
         return f"the model cannot be copied: {next(iter(str(error).splitlines()), type(error).__name__)}"
     return None
-
-
-def _without_values(task: TrainingTask, mode: FakeTensorMode) -> TrainingTask:
-    """A copy of the job whose model, optimizer and loss have shapes alone."""
-    loss_fn = task.loss_fn if isinstance(task.loss_fn, torch.nn.Module) else None
-    optimizer = task.optimizer if isinstance(task.optimizer, Optimizer) else None
-    with FakeCopyMode(mode):
-        model, loss_copy, optimizer_copy = copy.deepcopy((task.model, loss_fn, optimizer))
-    return replace(
-        task,
-        model=model,
-        loss_fn=task.loss_fn if loss_fn is None else loss_copy,
-        optimizer=task.optimizer if optimizer is None else optimizer_copy,
-    )
-
-
-class _Unkept(Snapshot):
-    """Of a copy that is thrown away nothing is put back."""
-
-    def __init__(self) -> None:
-        pass
-
-    def restore(self, *, on_host_only: bool = False) -> None:
-        """Nothing."""
-
-    def restore_gradients(self, *, on_host_only: bool = False) -> None:
-        """Nothing."""
 
 
 def _describe(error: BaseException) -> str:

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from splittune import BatchSplit, TrainingTask, autotune, plan
+from splittune import BatchSplit, autotune, plan
+from splittune.fakes import FakeTensorMode
 from splittune.hardware import CudaHardware, resolve_hardware
 from splittune.profiling import pacing
 from splittune.profiling.measurement import Outcome
+from splittune.runners.fake_copy import without_values
+from splittune.training import TrainingTask
 from splittune.units import MIB
 from tests.standin import devices
 
@@ -85,13 +88,45 @@ def test_all_devices_are_resolved():
 
 
 def test_a_plan_of_a_model_on_a_card_leaves_it_there():
-    """Such a model is not copied without values: its trials run on real tensors, and that is said."""
-    model = nn.Linear(8, 2).to(CARDS[0])
-    weight = model.weight.detach().clone()
-    task = TrainingTask(model, [(torch.randn(8, 8), torch.randint(2, (8,)))])
-    split = BatchSplit(global_batch_size=8, accumulation_steps=1, shard_sizes=(4, 4))
-    found = plan(task, "2xT400-4GB", splits=[split], progress=False)
-    assert found.needs_values == "the model is on standin:0; model.to('cpu') would spare that"
-    assert found.measurements[0].outcome is Outcome.OK
-    assert str(model.weight.device) == CARDS[0]
-    assert torch.equal(model.weight, weight)
+    """It is copied without values, batch and optimizer as well, and the plan is that of the same job on the host."""
+    standin, split = (
+        torch.get_device_module("standin"),
+        BatchSplit(global_batch_size=8, accumulation_steps=1, shard_sizes=(4, 4)),
+    )
+    plans = []
+    for place in ("cpu", CARDS[0]):
+        model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 2)).to(place)
+        batch = torch.randn(8, 8).to(place), torch.randint(2, (8,)).to(place)
+        optimizer = torch.optim.Adam(model.parameters())
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held = [*model.state_dict().values(), *optimizer.state[model[0].weight].values()]
+        before, states = [tensor.clone() for tensor in held], standin.get_rng_state_all()
+        task = TrainingTask(model, [batch], optimizer=optimizer)
+        plans.append(plan(task, "2xT400-4GB", splits=[split], progress=False))
+        assert plans[-1].needs_values is None
+        assert all(str(tensor.device).startswith(place) for tensor in model.parameters())
+        assert all(torch.equal(*each) for each in zip(before, held, strict=True))
+        assert all(torch.equal(*each) for each in zip(states, standin.get_rng_state_all(), strict=True))
+    assert plans[0] == plans[1]
+    assert plans[1].measurements[0].outcome is Outcome.OK
+
+
+def test_a_copy_without_values_asks_nothing_of_the_card():
+    """Not a byte is allocated there, not even for a moment."""
+    standin, card = torch.get_device_module("standin"), CARDS[0]
+    model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 2)).to(card)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 8).to(card)).sum().backward()
+    optimizer.step()
+    held = standin.memory_stats(card)
+    standin.reset_peak_memory_stats(card)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = without_values(TrainingTask(model, [], optimizer=optimizer), mode)
+    assert {tensor.device.type for tensor in copied.model.state_dict().values()} == {"cpu"}
+    assert copied.optimizer.state[copied.model[0].weight]["exp_avg"].shape == (64, 8)
+    after = standin.memory_stats(card)
+    for figure in ("allocated_bytes.all.current", "reserved_bytes.all.current"):
+        assert after[figure] == held[figure]
+    assert after["allocated_bytes.all.peak"] == held["allocated_bytes.all.current"]
