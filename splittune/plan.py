@@ -11,10 +11,12 @@ from splittune.checks import checked_int
 from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual import VirtualHardware
+from splittune.hardware.virtual.script import NUM_TAPES
 from splittune.options import DEFAULT_MAX_TRIALS, SearchOptions, headroom_for
 from splittune.profiling.measurement import Measurement
 from splittune.report import TuneResult
 from splittune.report.progress import callback_for
+from splittune.runners.replay import Scripts
 from splittune.runners.shapes import ShapeRunner
 from splittune.split import BatchSplit
 from splittune.training import TrainingTask
@@ -86,11 +88,11 @@ def plan(
     options = SearchOptions(min_headroom_bytes=min_headroom_bytes, max_trials=max_trials)
     if splits is not None:
         return _foretell(task, hardware, splits, options)
-    searches, needs_values = [], None
+    searches, needs_values, scripts = [], None, Scripts()
     for machine, cards in zip(machines, hardware, strict=True):
         for size in sizes:
             job = task if size is None else replace(task, global_batch_size=size)
-            runner = ShapeRunner(job, cards)
+            runner = ShapeRunner(job, cards, scripts)
             try:
                 result, lacking = tune(runner, options, callback_for(progress)), ""
             except NoFeasibleSplitError as error:
@@ -112,8 +114,9 @@ def _foretell(
                 raise ConfigError(
                     f"the split {split} is for {split.num_devices} cards, and {cards.spec} has {len(cards.devices)}."
                 )
+    scripts = Scripts() if len(set(splits)) > NUM_TAPES else None  # of fewer none would be played
     for cards in machines:
-        runner = ShapeRunner(task, cards)
+        runner = ShapeRunner(task, cards, scripts)
         try:
             job = runner.open(["output"])
             headroom = headroom_for(job.cards, options.min_headroom_bytes)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import Protocol
 
 from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, Measurement, Outcome
 from splittune.profiling.recorder import TIMED, Recorder
 from splittune.split import BatchSplit
-from splittune.training import TrainingStep
 
 # Seconds of warm-up of the first trial, at least: its devices are cold. A choice.
 FIRST_WARM_UP_S = 3.0
@@ -32,6 +32,23 @@ TRIAL_BUDGET_S = 60.0
 # A trial this many times slower than the fastest ends after one round. A choice, further than noise
 # reaches.
 CLEARLY_SLOWER = 1.3
+
+
+class Step(Protocol):
+    """What a trial runs: `TrainingStep`, or one that only acts it out."""
+
+    split: BatchSplit
+    num_skipped: int
+
+    def micro_step(self, num_samples: int | None = None, *, last: bool = True) -> None: ...
+
+    def update(self) -> None: ...
+
+    def whole(self) -> None: ...
+
+    def took_effect(self) -> bool: ...
+
+    def loss_exponent(self) -> int | None: ...
 
 
 class Pacer:
@@ -74,7 +91,7 @@ class Pacer:
         if self._fastest_s is None or split == self._fastest_split or step_s < self._fastest_s:
             self._fastest_s, self._fastest_split = step_s, split
 
-    def run_rounds(self, step: TrainingStep, recorder: Recorder) -> None:
+    def run_rounds(self, step: Step, recorder: Recorder) -> None:
         """Micro-steps and updates, timed apart, and on a real clock both unbroken."""
         num_micro_steps = min(step.split.accumulation_steps, KINDS_OF_MICRO_STEP)
         _run_first_step(step, recorder)
@@ -95,7 +112,7 @@ class Pacer:
             has_ended = self._is_cut_short(step, recorder, num_rounds) or self._is_enough(step, recorder, num_rounds)
         _note_skipped(step, recorder)
 
-    def run_whole_steps(self, step: TrainingStep, recorder: Recorder) -> None:
+    def run_whole_steps(self, step: Step, recorder: Recorder) -> None:
         """Complete optimizer steps, every micro-batch included."""
         if self._is_modelled:
             _run_first_step(step, recorder)
@@ -113,7 +130,7 @@ class Pacer:
                 recorder.drop_latest(whole_step=1)
         _note_skipped(step, recorder)
 
-    def _run_round(self, step: TrainingStep, recorder: Recorder, num_micro_steps: int) -> bool:
+    def _run_round(self, step: Step, recorder: Recorder, num_micro_steps: int) -> bool:
         """One round in parts and, on a real clock, once more unbroken; False if a step of them was skipped."""
         are_last = [number == num_micro_steps for number in range(1, num_micro_steps + 1)]
         for is_last in are_last:
@@ -135,7 +152,7 @@ class Pacer:
             return False
         return True
 
-    def _warm_up(self, step: TrainingStep, recorder: Recorder, sizes: Sequence[int]) -> None:
+    def _warm_up(self, step: Step, recorder: Recorder, sizes: Sequence[int]) -> None:
         """Optimizer steps of micro-batches of these `sizes`, until they settle."""
         least_s = 0.0 if self._is_warm else FIRST_WARM_UP_S
         times_s: list[float] = []
@@ -149,7 +166,7 @@ class Pacer:
                 times_s.append(recorder.times_s["warm_up"][-1])
         self._is_warm = True
 
-    def _is_enough(self, step: TrainingStep, recorder: Recorder, num_done: int, usual: int = MIN_ROUNDS) -> bool:
+    def _is_enough(self, step: Step, recorder: Recorder, num_done: int, usual: int = MIN_ROUNDS) -> bool:
         if self._is_modelled:
             return True
         if num_done < MIN_ROUNDS:
@@ -159,7 +176,7 @@ class Pacer:
         error = recorder.measurement(step.split).relative_error
         return num_done >= MAX_ROUNDS or (num_done >= usual and error is not None and error <= TARGET_RELATIVE_ERROR)
 
-    def _is_cut_short(self, step: TrainingStep, recorder: Recorder, num_rounds: int) -> bool:
+    def _is_cut_short(self, step: Step, recorder: Recorder, num_rounds: int) -> bool:
         if self._is_modelled or num_rounds > 1 or self._fastest_s is None:
             return False
         step_s = recorder.measurement(step.split).step_time_s
@@ -171,7 +188,7 @@ class Pacer:
         return True
 
 
-def _run_first_step(step: TrainingStep, recorder: Recorder) -> None:
+def _run_first_step(step: Step, recorder: Recorder) -> None:
     """One step, with the update that makes the optimizer's state: again where the gradient scaler skipped it."""
     has_updated = False
     while not has_updated:
@@ -181,7 +198,7 @@ def _run_first_step(step: TrainingStep, recorder: Recorder) -> None:
         has_updated = step.took_effect()
 
 
-def _note_skipped(step: TrainingStep, recorder: Recorder) -> None:
+def _note_skipped(step: Step, recorder: Recorder) -> None:
     if step.num_skipped:
         steps = "1 step was" if step.num_skipped == 1 else f"{step.num_skipped} steps were"
         recorder.notes.append(f"{steps} skipped by the gradient scaler, whose scale was too large, and not timed.")

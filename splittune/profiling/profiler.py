@@ -12,7 +12,7 @@ import torch
 from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory, is_sticky
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
-from splittune.profiling.pacing import Pacer
+from splittune.profiling.pacing import Pacer, Step
 from splittune.profiling.recorder import Recorder
 from splittune.profiling.watch import DeviceWatch
 from splittune.split import BatchSplit
@@ -20,7 +20,7 @@ from splittune.training import SampleBatch, Snapshot, TrainingStep, TrainingTask
 
 logger = logging.getLogger(__name__)
 
-_Run = Callable[[TrainingStep, Recorder], None]
+_Run = Callable[[Step, Recorder], None]
 
 
 class Profiler:
@@ -58,7 +58,8 @@ class Profiler:
         min_headroom_bytes: int | Sequence[int] = 0,
         loss_placement: LossPlacement = "output",
     ) -> None:
-        self._task, self._hardware, self._samples, self._snapshot = task, hardware, samples, snapshot
+        self.hardware = hardware
+        self._task, self._samples, self._snapshot = task, samples, snapshot
         self._min_headroom_bytes = min_headroom_bytes
         self._loss_placement = loss_placement
         self._pacer = Pacer(is_modelled=hardware.is_modelled)
@@ -77,7 +78,7 @@ class Profiler:
         """
         return self._trial(split, self._run_whole_steps)
 
-    def _run_whole_steps(self, step: TrainingStep, recorder: Recorder) -> None:
+    def _run_whole_steps(self, step: Step, recorder: Recorder) -> None:
         self._pacer.run_whole_steps(step, recorder)
         recorder.loss_exponent = step.loss_exponent()
 
@@ -112,20 +113,20 @@ class Profiler:
         return whole, disturbances
 
     def _go_through(self, split: BatchSplit, run: _Run) -> _TrialState:
-        state, is_usable = _TrialState(Recorder(self._hardware)), True
+        state, is_usable = _TrialState(Recorder(self.hardware)), True
         try:
-            with self._hardware.metered():
+            with self.hardware.metered():
                 try:
-                    run(self._start(split), state.recorder)
+                    run(self.start(split), state.recorder)
                     state.throttling, state.is_throttled = self._watch.throttling()
                 except Exception as error:
                     is_usable = not is_sticky(error)
                     if not is_usable:
                         _say_unusable(error)
-                    if not is_usable or not is_out_of_memory(error, self._hardware.free_bytes):
+                    if not is_usable or not is_out_of_memory(error, self.hardware.free_bytes):
                         raise
-                    state.lacking = _describe(error, self._hardware.locate(error))
-                    state.memory = self._hardware.memory()
+                    state.lacking = _describe(error, self.hardware.locate(error))
+                    state.memory = self.hardware.memory()
         finally:
             # The except block is left: no frame of a failed step holds tensors any more, so they
             # can be collected.
@@ -137,7 +138,7 @@ class Profiler:
         try:
             if is_usable:
                 finish_backward()
-                self._hardware.recover()
+                self.hardware.recover()
         except RuntimeError as error:  # a kernel's own error may show only now
             is_usable = not is_sticky(error)
             if not is_usable:
@@ -149,15 +150,16 @@ class Profiler:
             with nullcontext() if is_usable else suppress(RuntimeError):
                 self._snapshot.restore()
 
-    def _start(self, split: BatchSplit) -> TrainingStep:
+    def start(self, split: BatchSplit) -> Step:
+        """The step of a trial, its model and optimizer on the devices."""
         in_replica = self._loss_placement == "replica"
         loss_fn = self._task.loss_in_replica(self._samples.batch) if in_replica else None
-        model = self._hardware.wrap(self._task.model, split, loss_fn=loss_fn)
+        model = self.hardware.wrap(self._task.model, split, loss_fn=loss_fn)
         if not self._task.model.training:  # else the modes stay: a job may keep a frozen part of its model in eval mode
             model.train()
         optimizer = self._task.make_optimizer()
-        self._hardware.prepare_optimizer(optimizer)
-        self._task.place_others(self._hardware)
+        self.hardware.prepare_optimizer(optimizer)
+        self._task.place_others(self.hardware)
         return TrainingStep(self._task, model, optimizer, split, self._samples)
 
 

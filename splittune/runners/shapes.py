@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,14 +13,16 @@ import torch
 
 from splittune.fakes import NEEDS_VALUES, FakeTensorMode
 from splittune.hardware.virtual import VirtualHardware
+from splittune.hardware.virtual.tape import Tape, TapedHardware
 from splittune.parallel.nesting import map_tensors
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.profiling.profiler import Profiler
 from splittune.runners.base import JobFacts
 from splittune.runners.fake_copy import Unkept, shape_of, without_values
 from splittune.runners.in_process import InProcessRunner
+from splittune.runners.replay import PlayingProfiler, Scripts, TapingProfiler
 from splittune.split import BatchSplit
-from splittune.training import TrainingTask
+from splittune.training import SampleBatch, TrainingTask
 from splittune.training.reach import reach
 
 logger = logging.getLogger(__name__)
@@ -34,16 +37,24 @@ class ShapeRunner:
     No arithmetic is done: a step of GPT-2 (124 million parameters) takes two or three seconds on two cores, at any
     batch size, and no memory for activations. Allocations, peaks and modelled times are those of a run on real tensors.
 
+    With `scripts` a few trials are taped, and all others played from them, which takes half a second (`Scripts`). What
+    is measured at the end of a search is run in full, and says whether the script holds.
+
     The job's model and optimizer are only read, and what else its functions change, random generators and lists say,
     is put back by `close` as `InProcessRunner` puts it back. Where a step needs values, a loss that is read in it say,
     the trials go on with real tensors as that one's do, and `needs_values` says why.
 
     Worked: of ``if loss.item() > 100:`` in line 12 of train.py, `needs_values` is "aten._local_scalar_dense needs
     values: train.py:12, in step: if loss.item() > 100:".
+
+    Args:
+        task: the job.
+        hardware: the cards.
+        scripts: of this job, where they are wanted; runners of other cards and batch sizes may share them.
     """
 
-    def __init__(self, task: TrainingTask, hardware: VirtualHardware) -> None:
-        self._task, self._hardware = task, hardware
+    def __init__(self, task: TrainingTask, hardware: VirtualHardware, scripts: Scripts | None = None) -> None:
+        self._task, self._hardware, self._scripts = task, hardware, scripts
         self._real = InProcessRunner(task, hardware)
         self._known: dict[tuple[BatchSplit, LossPlacement], Measurement] = {}
         self.needs_values: str | None = why_not(task)
@@ -61,35 +72,70 @@ class ShapeRunner:
         """Leave the job as it was found."""
         self._real.close()
 
-    def measure(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
-        """One trial: on shapes, or on real tensors once it is known that shapes will not do.
+    def measure(
+        self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement, *, in_full: bool
+    ) -> Measurement:
+        """One trial: from a script, on shapes, or on real tensors once it is known that shapes will not do.
 
         The same split gives the same figures, so it is run once.
         """
         if (split, placement) not in self._known:
             self._known[split, placement] = self._measure(split, headroom, placement)
-        return self._known[split, placement]
+        known = self._known[split, placement]
+        if in_full and self.needs_values is None and self._scripts is not None:
+            known = self._scripts.checked(known, lambda: self._on_shapes(split, headroom, placement))
+            self._known[split, placement] = known
+        return known
 
     def _measure(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
         if self.needs_values is None:
             try:
-                return self._measure_shapes(split, headroom, placement)
+                played = self._played(split, headroom, placement)
+                return self._on_shapes(split, headroom, placement) if played is None else played
             except NEEDS_VALUES as error:
                 self.needs_values = _describe(error)
                 logger.warning(_ON_REAL_TENSORS, self.needs_values)
         return self._real.profiler(min_headroom_bytes=headroom, loss_placement=placement).measure(split)
 
-    def _measure_shapes(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
+    def _played(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement | None:
+        """From a script; None where none tells what this split does."""
+        if self._scripts is None:
+            return None
+
+        def tape(shard_sizes: Sequence[int], accumulation_steps: int) -> Tape:
+            cards = TapedHardware(self._hardware.gpus)
+            with self._shapes() as (task, samples):
+                profiler = TapingProfiler(task, cards, samples, Unkept(), loss_placement=placement)
+                return profiler.tape(shard_sizes, accumulation_steps)
+
+        script = self._scripts.script_for(split, placement, tape)
+        if script is None:
+            return None
+        profiler = PlayingProfiler(
+            *(self._task, self._hardware, self._real.samples, Unkept()),
+            min_headroom_bytes=headroom,
+            loss_placement=placement,
+        )
+        profiler.script = script
+        return profiler.measure(split)
+
+    def _on_shapes(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
+        with self._shapes() as (task, samples):
+            profiler = Profiler(
+                task, self._hardware, samples, Unkept(), min_headroom_bytes=headroom, loss_placement=placement
+            )
+            return profiler.measure(split)
+
+    @contextmanager
+    def _shapes(self) -> Iterator[tuple[TrainingTask, SampleBatch]]:
+        """Job and samples without values, inside their mode."""
         # an operation of real tensors alone is done for real: the job's own are therefore not inside
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         task = without_values(self._task, mode)
         real = self._real.samples
         samples = replace(real, batch=map_tensors(lambda tensor: shape_of(tensor, mode), real.batch))
-        profiler = Profiler(
-            task, self._hardware, samples, Unkept(), min_headroom_bytes=headroom, loss_placement=placement
-        )
         with mode:
-            return profiler.measure(split)
+            yield task, samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +148,11 @@ class ShapeProfiler:
 
     def measure(self, split: BatchSplit) -> Measurement:
         """Micro-steps and updates of `split`."""
-        return self.runner.measure(split, self.headroom, self.placement)
+        return self.runner.measure(split, self.headroom, self.placement, in_full=False)
 
     def measure_whole_steps(self, split: BatchSplit) -> Measurement:
-        """The same: a modelled clock repeats exactly, and so nothing is learned from a step in full."""
-        return self.measure(split)
+        """The same, which a modelled clock repeats exactly; but run in full, should no script have been checked yet."""
+        return self.runner.measure(split, self.headroom, self.placement, in_full=True)
 
 
 def why_not(task: TrainingTask) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from splittune.errors import ConfigError
 from splittune.parallel.nesting import map_tensors, tensors_of
-from splittune.parallel.samples import Samples, read_samples, select_batch, slice_batch
+from splittune.parallel.samples import Samples, read_samples, select_batch
 
 # Enough to meet a long sequence in a shuffled loader, few enough to be read in a moment.
 NUM_BATCHES_READ = 8
@@ -32,10 +32,11 @@ class SampleBatch:
     sizes say."""
 
     def micro_batch(self, num_samples: int) -> Any:
-        """A batch of `num_samples`: the first of the loader's, over again where it has fewer."""
-        if num_samples <= self.batch_size:
-            return slice_batch(self.batch, 0, num_samples, batch_size=self.batch_size, listed=self.are_listed)
-        return self._of(range(num_samples))
+        """A batch of `num_samples`: the first of the loader's, over again where it has fewer.
+
+        It is a batch of its own, not a part of the loader's: virtual devices tell the two apart.
+        """
+        return self.batch if num_samples == self.batch_size else self._of(range(num_samples))
 
     def copies(self, num_samples: int) -> Any:
         """The loader's first sample, so many times over."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from splittune.demo import byte_gpt
 from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual import VirtualHardware
 from splittune.profiling.measurement import Measurement, Outcome
@@ -20,6 +19,7 @@ from splittune.runners.in_process import InProcessRunner
 from splittune.runners.shapes import ShapeRunner
 from splittune.split import BatchSplit
 from splittune.training import TrainingTask
+from tests.runners.jobs import JOBS, mlp, vectors
 
 SPLITS = [
     BatchSplit(global_batch_size=16, accumulation_steps=k, shard_sizes=shards)
@@ -35,43 +35,6 @@ def cards(spec: str = "3xT400-4GB") -> VirtualHardware:
     hardware = resolve_hardware(spec)
     assert isinstance(hardware, VirtualHardware)
     return hardware
-
-
-def vectors(num_samples: int = 16) -> list[tuple[Tensor, Tensor]]:
-    return [(torch.randn(num_samples, 6), torch.randint(3, (num_samples,)))]
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
-
-
-def with_instance() -> TrainingTask:
-    model = mlp()
-    return TrainingTask(model, vectors(), optimizer=torch.optim.Adam(model.parameters(), weight_decay=0.1))
-
-
-def with_state() -> TrainingTask:
-    """Adam has done a step."""
-    task = with_instance()
-    inputs, targets = task.loader[0]
-    functional.cross_entropy(task.model(inputs), targets).backward()
-    task.optimizer.step()
-    task.optimizer.zero_grad()
-    return task
-
-
-JOBS = {
-    "AdamW assumed": lambda: TrainingTask(mlp(), vectors()),
-    "an optimizer's instance": with_instance,
-    "an optimizer with a state": with_state,
-    "a loss that is a module": lambda: TrainingTask(mlp(), vectors(), loss_fn=nn.CrossEntropyLoss(torch.ones(3))),
-    "a step function": lambda: TrainingTask(
-        mlp(), vectors(), step_fn=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1])
-    ),
-    "bfloat16": lambda: TrainingTask(mlp(), vectors(), autocast_dtype=torch.bfloat16),
-    "a small loader": lambda: TrainingTask(mlp(), vectors(4), global_batch_size=16),
-    "the demo's GPT": lambda: byte_gpt(16),
-}
 
 
 def measured(runner: Any) -> list[Measurement]:

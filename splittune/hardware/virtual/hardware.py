@@ -117,8 +117,7 @@ class VirtualHardware:
         if self._ledger is not None:
             yield
             return
-        capacities = [gpu.total_bytes - outside for gpu, outside in zip(self.gpus, self.outside_bytes, strict=True)]
-        self._ledger = Ledger(self.gpus, capacities)
+        self._ledger = self._make_ledger()
         try:
             with self._ledger, as_written():
                 for ref in self._wrapped:
@@ -154,19 +153,19 @@ class VirtualHardware:
 
     def clock(self) -> float:
         """Modelled seconds since `metered` was entered, when every device has finished."""
-        return self._metering().timeline.wait_for_all()
+        return self.ledger.timeline.wait_for_all()
 
     def busy_s(self) -> tuple[float, ...]:
         """Modelled seconds for which each device's kernels ran."""
-        return tuple(self._metering().timeline.busy_s)
+        return tuple(self.ledger.timeline.busy_s)
 
     def link_bytes(self) -> tuple[int, ...]:
         """Bytes over each device's link since `metered` was entered."""
-        return tuple(self._metering().timeline.link_bytes)
+        return tuple(self.ledger.timeline.link_bytes)
 
     def allocated_bytes(self) -> tuple[int, ...]:
         """What each device's tensors hold now, rounded as the allocator does."""
-        ledger = self._metering()
+        ledger = self.ledger
         ledger.free_dead()
         return tuple(allocator.allocated_bytes for allocator in ledger.allocators)
 
@@ -182,7 +181,7 @@ class VirtualHardware:
         return (0,) * len(self.gpus)
 
     def reset_peaks(self) -> None:
-        ledger = self._metering()
+        ledger = self.ledger
         ledger.free_dead()
         for allocator in ledger.allocators:
             allocator.reset_peaks()
@@ -196,7 +195,7 @@ class VirtualHardware:
                 peak_allocated_bytes=allocator.peak_allocated_bytes,
                 peak_reserved_bytes=allocator.peak_reserved_bytes,
             )
-            for index, allocator in enumerate(self._metering().allocators)
+            for index, allocator in enumerate(self.ledger.allocators)
         )
 
     def conditions(self) -> tuple[DeviceConditions, ...] | None:
@@ -235,6 +234,10 @@ class VirtualHardware:
         self._wrapped.append(weakref.ref(wrapper))
         self._place(wrapper)
 
+    def _make_ledger(self) -> Ledger:
+        capacities = [gpu.total_bytes - outside for gpu, outside in zip(self.gpus, self.outside_bytes, strict=True)]
+        return Ledger(self.gpus, capacities)
+
     def _place(self, model: nn.Module, *, recurse: bool = True) -> None:
         if self._ledger is None:
             return
@@ -243,7 +246,9 @@ class VirtualHardware:
             if tensor.grad is not None:
                 self._ledger.own(tensor.grad, 0)
 
-    def _metering(self) -> Ledger:
+    @property
+    def ledger(self) -> Ledger:
+        """What counts, inside `metered`; `DeviceError` outside."""
         if self._ledger is None:
             raise DeviceError("virtual GPUs are not metered here: do this inside `with hardware.metered():`.")
         return self._ledger

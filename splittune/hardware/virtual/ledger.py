@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from splittune.fakes import FakeTensor
 from splittune.hardware.virtual.allocator import Block, CachingAllocator
 from splittune.hardware.virtual.catalog import GpuModel
-from splittune.hardware.virtual.roofline import has_flops, kernel_time_s, work_of
+from splittune.hardware.virtual.roofline import Work, has_flops, kernel_time_s, work_of
 from splittune.hardware.virtual.timeline import Timeline
 from splittune.units import format_bytes
 
@@ -36,21 +37,27 @@ _MASKS = (torch.bool, torch.uint8)
 # torch's own marks for results, or sizes of results, that the host must read before it can go on
 _READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _NO_DISPATCH = Tensor.__torch_dispatch__
+_DEVICE_OF = torch.ops.prim.device.default
 _HAS_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 class _Owned(weakref.ref[Any]):
     """A storage that is accounted for, held weakly, and its blocks."""
 
-    __slots__ = ("blocks", "home", "is_guest", "key", "num_bytes")
+    __slots__ = ("birth", "blocks", "home", "is_guest", "key", "num_bytes")
 
     key: int
+    birth: int
+    """How many were accounted for before it."""
     home: int | None
     """The device it lives on; None for the host."""
     is_guest: bool
     num_bytes: int
     blocks: dict[int, Block | None]
     """For each device that it is charged to; None where it is empty."""
+
+
+_BIRTH = attrgetter("birth")
 
 
 class _Operation(NamedTuple):
@@ -91,16 +98,22 @@ class Ledger(TorchDispatchMode):
         self.timeline = Timeline(gpus)
         self._owned: dict[int, _Owned] = {}
         self._died: deque[_Owned] = deque()
+        self._num_born = 0
         self._current: int | None = None
         self._makes_guests = False
         self._is_unseen = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: no compiled code comes here (`as_written`), and torch's guard against it costs each call 10 us."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if types and any(kind is not FakeTensor and kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             return NotImplemented  # torch asks the subclass next; what that does to the tensors it wraps is seen here
         kwargs = kwargs or {}
-        if self._is_unseen or func.namespace == "prim":  # of a fake tensor's device: no operation
-            return func(*args, **kwargs)
+        if self._is_unseen or func is _DEVICE_OF:  # fake tensors are asked for it thousands of times a step
+            return args[0].fake_device if func is _DEVICE_OF else func(*args, **kwargs)
         operation = _operation(func)
         if operation.is_composite:  # seen only where autograd is off altogether, in inference mode
             with self:
@@ -131,7 +144,7 @@ class Ledger(TorchDispatchMode):
         if operation.writes or (created and not operation.is_empty):
             touched = list({id(tensor): tensor for tensor in (*inputs, *outputs)}.values())
             work = work_of(func, args, kwargs, out, touched, has_flops=operation.has_flops)
-            self.timeline.launch(device, kernel_time_s(work, self.gpus[device]))
+            self.launch(device, work)
         # an index reads its own size only where it selects by a mask
         if operation.waits and (operation.name != "aten::index" or any(t.dtype in _MASKS for t in inputs[1:])):
             self.timeline.wait_for(device)
@@ -159,6 +172,28 @@ class Ledger(TorchDispatchMode):
                 self._charge(entry, device)
                 entry.home, entry.is_guest = device, False
 
+    def allocate(self, device: int, num_bytes: int) -> Block | None:
+        """A block of `device`; None where it is empty.
+
+        Raises:
+            torch.OutOfMemoryError: the capacity does not allow it.
+        """
+        if not num_bytes:
+            return None
+        self.free_dead()
+        block = self.allocators[device].allocate(num_bytes)
+        if block is None:
+            raise torch.OutOfMemoryError(self._describe_lack(device, num_bytes))
+        return block
+
+    def free(self, device: int, block: Block) -> None:
+        """Give the block back to its device."""
+        self.allocators[device].free(block)
+
+    def launch(self, device: int, work: Work) -> None:
+        """Run one operation on `device`."""
+        self.timeline.launch(device, kernel_time_s(work, self.gpus[device]))
+
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """What runs inside is not looked at: whoever runs it tells the timeline. It creates nothing."""
@@ -169,9 +204,11 @@ class Ledger(TorchDispatchMode):
             self._is_unseen = False
 
     def free_dead(self) -> None:
-        """Free the blocks of the storages that have died since."""
+        """Free the blocks of the storages that have died since, oldest first: torch lets go of them in any order."""
         while self._died:
-            self._release(self._died.popleft())
+            died = [self._died.popleft() for _ in range(len(self._died))]
+            for entry in sorted(died, key=_BIRTH) if len(died) > 1 else died:
+                self._release(entry)
 
     @contextmanager
     def on(self, device: int | None, *, makes_guests: bool = False) -> Iterator[None]:
@@ -246,29 +283,21 @@ class Ledger(TorchDispatchMode):
         entry = _Owned(storage, self._died.append)
         entry.key, entry.num_bytes = id(storage), storage.nbytes()
         entry.home, entry.is_guest = home, is_guest
+        entry.birth, self._num_born = self._num_born, self._num_born + 1
         entry.blocks = {}
         self._charge(entry, device)
         self._owned[entry.key] = entry
 
     def _charge(self, entry: _Owned, device: int) -> None:
         if device not in entry.blocks:
-            entry.blocks[device] = self._allocate(device, entry.num_bytes)
-
-    def _allocate(self, device: int, num_bytes: int) -> Block | None:
-        if not num_bytes:
-            return None
-        self.free_dead()
-        block = self.allocators[device].allocate(num_bytes)
-        if block is None:
-            raise torch.OutOfMemoryError(self._describe_lack(device, num_bytes))
-        return block
+            entry.blocks[device] = self.allocate(device, entry.num_bytes)
 
     def _follow_size(self, entry: _Owned, num_bytes: int) -> None:
         """A storage was resized: as on CUDA the new block is there before the old one goes."""
         for device, block in entry.blocks.items():
-            entry.blocks[device] = self._allocate(device, num_bytes)
+            entry.blocks[device] = self.allocate(device, num_bytes)
             if block is not None:
-                self.allocators[device].free(block)
+                self.free(device, block)
         entry.num_bytes = num_bytes
 
     def _release(self, entry: _Owned) -> None:
@@ -276,7 +305,7 @@ class Ledger(TorchDispatchMode):
             del self._owned[entry.key]
         for device, block in entry.blocks.items():
             if block is not None:
-                self.allocators[device].free(block)
+                self.free(device, block)
         entry.blocks = {}
 
     def _transfer(self, target: Tensor, source: Tensor) -> None:
@@ -285,8 +314,7 @@ class Ledger(TorchDispatchMode):
         if target_device != source_device:
             self.timeline.transfer(source_device, target_device, num_bytes)
         elif target_device is not None:
-            bandwidth = self.gpus[target_device].memory_bandwidth_bytes_per_s
-            self.timeline.launch(target_device, 2 * num_bytes / bandwidth)
+            self.launch(target_device, Work(num_flops=0, num_bytes=2 * num_bytes, is_half=False))
 
     def _describe_lack(self, device: int, num_bytes: int) -> str:
         allocator = self.allocators[device]

@@ -55,7 +55,7 @@ class Timeline:
         ends = [device for device in (source, target) if device is not None]
         end_s = self._send(source, target, num_bytes, after=[] if source is None else ends)
         for device in ends:
-            self.wait_until(device, end_s)
+            self._hold(device, end_s)
 
     def hop(self, source: int | None, target: int | None, num_bytes: int) -> float:
         """Copy once the queues of both ends have come to it; they go on, and its end is returned."""
@@ -79,7 +79,10 @@ class Timeline:
 
     def wait_until(self, device: int, mark_s: float) -> None:
         """The device's queue goes on at that time at the earliest."""
-        self.finished_s[device] = max(self.finished_s[device], mark_s)
+        self._hold(device, mark_s)
+
+    def _hold(self, device: int, until_s: float) -> None:
+        self.finished_s[device] = max(self.finished_s[device], until_s)
 
     def _send(self, source: int | None, target: int | None, num_bytes: int, *, after: Sequence[int]) -> float:
         """When the bytes have arrived, behind what is on the same way of either link; the slower link decides."""

@@ -1,0 +1,213 @@
+"""Trials played from a script: taped at a few shards, then acted out for any other on virtual devices."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import NamedTuple
+
+from splittune.hardware.virtual import VirtualHardware
+from splittune.hardware.virtual.script import NUM_TAPES, NotAffineError, Player, Script, shards_to_tape
+from splittune.hardware.virtual.tape import Tape, TapedHardware
+from splittune.profiling.measurement import LossPlacement, Measurement
+from splittune.profiling.pacing import Step
+from splittune.profiling.profiler import Profiler
+from splittune.split import BatchSplit
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 0.005
+"""By how much a script may err, relative to a run in full, in step time and in peaks. A choice: a fifth of the least
+headroom that is demanded by default, and less than models of cards err by."""
+_NO_SCRIPT = "The step does not do the same at every batch size, so each split is run in full: %s."
+
+
+class TapingProfiler(Profiler):
+    """Runs a trial, and cuts the tape of its hardware after each part."""
+
+    hardware: TapedHardware
+
+    def tape(self, shard_sizes: Sequence[int], accumulation_steps: int) -> Tape:
+        """The tape of a trial."""
+        with _without_collector():
+            self.measure(
+                BatchSplit(
+                    global_batch_size=accumulation_steps * sum(shard_sizes),
+                    accumulation_steps=accumulation_steps,
+                    shard_sizes=tuple(shard_sizes),
+                )
+            )
+        return self.hardware.tape
+
+    def start(self, split: BatchSplit) -> Step:
+        step = super().start(split)
+        self.hardware.cut()
+        return _Cut(step, self.hardware)
+
+
+class PlayingProfiler(Profiler):
+    """Runs a trial by playing a script."""
+
+    script: Script
+
+    def start(self, split: BatchSplit) -> Step:
+        hardware = self.hardware
+        assert isinstance(hardware, VirtualHardware)
+        active = [size for size in split.shard_sizes if size]
+        return _Played(split, Player(self.script, hardware.ledger, active))
+
+
+class ScriptKind(NamedTuple):
+    """What trials must have in common to be told by one script."""
+
+    placement: LossPlacement
+    have_shards: tuple[bool, ...]
+    """For each card."""
+    num_micro_steps: int
+    """2, or 3 for any other number: a trial of 1 accumulation step does what begins one of 3 or more (`Pacer`)."""
+
+    @classmethod
+    def of(cls, split: BatchSplit, placement: LossPlacement) -> ScriptKind:
+        return cls(placement, tuple(size > 0 for size in split.shard_sizes), 2 if split.accumulation_steps == 2 else 3)
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether a search seldom asks for more of them than have to be taped."""
+        return not all(self.have_shards) or self.num_micro_steps == 2
+
+
+class Scripts:
+    """Scripts of one job, each made when the first split that it can tell is asked for.
+
+    There is one for each `ScriptKind`: `NUM_TAPES` trials are taped for it. Rare kinds get theirs from the third split
+    on; until then a trial in full takes less.
+
+    Where tapes differ by more than amounts, because the model takes another way with other batch sizes, there is no
+    script, and trials are run in full. The same goes from the moment that a trial run in full gives another result than
+    the script did: so the first best split of a search is looked at twice.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[ScriptKind, Script | None] = {}
+        self._checked: set[ScriptKind] = set()
+        self._asked: dict[ScriptKind, set[BatchSplit]] = defaultdict(set)
+        self._played: set[tuple[LossPlacement, BatchSplit]] = set()
+
+    def script_for(
+        self, split: BatchSplit, placement: LossPlacement, tape: Callable[[Sequence[int], int], Tape]
+    ) -> Script | None:
+        """The script that tells what `split` does, by way of ``tape(shard_sizes, accumulation_steps)``; or None."""
+        kind = ScriptKind.of(split, placement)
+        self._asked[kind].add(split)
+        if kind.is_rare and len(self._asked[kind]) <= NUM_TAPES:
+            return None
+        if kind not in self._made:
+            self._made[kind] = _script(kind, tape)
+        if self._made[kind] is not None:
+            self._played.add((placement, split))
+        return self._made[kind]
+
+    def checked(self, measurement: Measurement, in_full: Callable[[], Measurement]) -> Measurement:
+        """The measurement, run in full where it came from a script that was not held against a run in full before."""
+        kind = ScriptKind.of(measurement.split, measurement.loss_placement)
+        if kind in self._checked or (measurement.loss_placement, measurement.split) not in self._played:
+            return measurement
+        whole = in_full()
+        self._checked.add(kind)
+        difference = _difference(measurement, whole)
+        if difference is not None:
+            self._made[kind] = None
+            logger.warning(_NO_SCRIPT, difference)
+        return whole
+
+
+def _script(kind: ScriptKind, tape: Callable[[Sequence[int], int], Tape]) -> Script | None:
+    taped = shards_to_tape(sum(kind.have_shards))
+    every = [[next(shards) if has else 0 for has in kind.have_shards] for shards in map(iter, taped)]
+    try:
+        return Script([tape(shards, kind.num_micro_steps) for shards in every], taped)
+    except NotAffineError as error:
+        logger.warning(_NO_SCRIPT, error)
+        return None
+
+
+def _difference(played: Measurement, whole: Measurement) -> str | None:
+    """What the script got wrong by more than `TOLERANCE`; None where it is right."""
+    if played.outcome is not whole.outcome:
+        return f"{played.split} was foretold as {played.outcome.value}, and is {whole.outcome.value}"
+    figures = [("step time", played.step_time_s, whole.step_time_s)]
+    for one, other in zip(played.memory, whole.memory, strict=False):
+        figures.append((f"peak on GPU {one.device}", one.peak_reserved_bytes, other.peak_reserved_bytes))
+    for name, foretold, found in figures:
+        if foretold is not None and found is not None and abs(foretold - found) > TOLERANCE * found:
+            return f"the {name} of {played.split} was foretold as {foretold}, and is {found}"
+    return None
+
+
+class _Cut:
+    """A step after each part of which the tape is cut."""
+
+    def __init__(self, step: Step, hardware: TapedHardware) -> None:
+        self.split, self._step, self._hardware = step.split, step, hardware
+        self.num_skipped = 0
+
+    def micro_step(self, num_samples: int | None = None, *, last: bool = True) -> None:
+        self._step.micro_step(num_samples, last=last)
+        self._hardware.cut()
+
+    def update(self) -> None:
+        self._step.update()
+        self._hardware.cut()
+
+    def whole(self) -> None:
+        raise NotImplementedError("rounds are taped, no whole steps")
+
+    def took_effect(self) -> bool:
+        return self._step.took_effect()
+
+    def loss_exponent(self) -> int | None:
+        return None
+
+
+class _Played:
+    """A step that is acted out, part after part."""
+
+    def __init__(self, split: BatchSplit, player: Player) -> None:
+        self.split, self._player = split, player
+        self.num_skipped = 0
+        self._parts = count()
+        self._play()
+
+    def micro_step(self, num_samples: int | None = None, *, last: bool = True) -> None:
+        self._play()
+
+    def update(self) -> None:
+        self._play()
+
+    def whole(self) -> None:
+        raise NotImplementedError("rounds are played, no whole steps")
+
+    def took_effect(self) -> bool:
+        return True
+
+    def loss_exponent(self) -> int | None:
+        return None
+
+    def _play(self) -> None:
+        self._player.play(next(self._parts))
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Cyclic garbage dies when Python gets round to it, which would be elsewhere on each tape."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
