@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 
 from splittune.errors import DeviceError
 from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
+from splittune.hardware.virtual.autocast import cuda_autocast
 from splittune.hardware.virtual.catalog import GPUS, GpuModel
 from splittune.hardware.virtual.ledger import Ledger
 from splittune.parallel import BalancedDataParallel
@@ -109,7 +110,7 @@ class VirtualHardware:
         Clocks start at 0, and only what models wrapped here hold is there at first.
 
         Compiled modules run as they were written: the ledger sees every operation, and what the compiler would have
-        saved is not modelled.
+        saved is not modelled. Autocast casts what it casts on CUDA (`cuda_autocast`).
 
         Raises:
             torch.OutOfMemoryError: those models alone exceed GPU 0.
@@ -119,7 +120,7 @@ class VirtualHardware:
             return
         self._ledger = self._make_ledger()
         try:
-            with self._ledger, as_written():
+            with self._ledger, as_written(), cuda_autocast():
                 for ref in self._wrapped:
                     wrapper = ref()
                     if wrapper is not None:
