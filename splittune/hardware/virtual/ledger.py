@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from splittune.fakes import FakeTensor
 from splittune.hardware.virtual.allocator import Block, CachingAllocator
 from splittune.hardware.virtual.catalog import GpuModel
-from splittune.hardware.virtual.roofline import Work, has_flops, kernel_time_s, work_of
+from splittune.hardware.virtual.roofline import Work, copy_work, kernel_time_s, work_of
 from splittune.hardware.virtual.timeline import Timeline
 from splittune.units import format_bytes
 
@@ -72,7 +72,6 @@ class _Operation(NamedTuple):
     """It changes the values of one of its arguments."""
     waits: bool
     """The host reads what it computes, or how many of them there are."""
-    has_flops: bool
 
 
 class Ledger(TorchDispatchMode):
@@ -142,9 +141,7 @@ class Ledger(TorchDispatchMode):
                 created = True
                 self._add(tensor, device, home=device, is_guest=as_guest)
         if operation.writes or (created and not operation.is_empty):
-            touched = list({id(tensor): tensor for tensor in (*inputs, *outputs)}.values())
-            work = work_of(func, args, kwargs, out, touched, has_flops=operation.has_flops)
-            self.launch(device, work)
+            self.launch(device, work_of(func, args, kwargs, out, inputs, outputs))
         # an index reads its own size only where it selects by a mask
         if operation.waits and (operation.name != "aten::index" or any(t.dtype in _MASKS for t in inputs[1:])):
             self.timeline.wait_for(device)
@@ -314,7 +311,7 @@ class Ledger(TorchDispatchMode):
         if target_device != source_device:
             self.timeline.transfer(source_device, target_device, num_bytes)
         elif target_device is not None:
-            self.launch(target_device, Work(num_flops=0, num_bytes=2 * num_bytes, is_half=False))
+            self.launch(target_device, copy_work(_dense_parts(target), _dense_parts(source)))
 
     def _describe_lack(self, device: int, num_bytes: int) -> str:
         allocator = self.allocators[device]
@@ -337,7 +334,6 @@ def _operation(func: Any) -> _Operation:
         is_empty=schema.name in _MEMORY_ONLY,
         writes=schema.is_mutable and torch.Tag.inplace_view not in func.tags,
         waits=not _READ_BY_HOST.isdisjoint(func.tags),
-        has_flops=has_flops(func),
     )
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from splittune.hardware.virtual.catalog import find_gpu
+from splittune.hardware.virtual.efficiency import EFFICIENCIES, KERNEL_S
 from splittune.hardware.virtual.ledger import Ledger
-from splittune.hardware.virtual.roofline import Work, count_flops, has_flops, kernel_time_s
+from splittune.hardware.virtual.roofline import Work, count_flops, has_flops, kernel_time_s, work_of
 from splittune.units import GIB
 
 RTX3090 = find_gpu("RTX3090")  # 35.6e12 FLOP/s in float32, 71e12 in half precision, 936e9 bytes/s
@@ -94,19 +97,89 @@ def test_what_torch_has_no_formula_for_has_no_flops():
     assert flops_of(lambda: functional.layer_norm(x.relu() + x, (8,)).softmax(-1).sum()) == {}
 
 
+def product(num_flops: int, num_bytes: int, is_half: bool, depth: int = 1024) -> Work:
+    return Work("product", num_flops, num_bytes, is_half, depth=depth, num_columns=1024)
+
+
+def test_bytes_and_flops_take_their_factors_of_the_time_at_published_peaks():
+    """A 1024 x 1024 product: 60.3 us of arithmetic in float32 and 30.2 us in half precision; 13.4 and 6.7 of memory."""
+    factors = EFFICIENCIES["product"]
+    per_flop = factors.per_flop + factors.by_depth / 1024 + factors.by_columns / 1024 + factors.by_both / 1024**2
+    whole = kernel_time_s(product(2 * 1024**3, 3 * 4 * 1024**2, is_half=False), RTX3090)
+    half = kernel_time_s(product(2 * 1024**3, 3 * 2 * 1024**2, is_half=True), RTX3090)
+    assert whole == pytest.approx(KERNEL_S + 60.322e-6 * per_flop + 13.443e-6 * factors.per_byte, rel=1e-4)
+    assert half == pytest.approx(KERNEL_S + 30.246e-6 * per_flop + 6.722e-6 * factors.per_byte, rel=1e-4)
+
+
+def test_what_computes_nothing_takes_the_time_of_its_bytes():
+    """936 MB at 936e9 bytes/s are 1 ms, at the peak."""
+    factors = EFFICIENCIES["elementwise"]
+    time_s = kernel_time_s(Work("elementwise", num_flops=0, num_bytes=936_000_000), RTX3090)
+    assert time_s == pytest.approx(KERNEL_S + 1e-3 * factors.per_byte)
+
+
+def works_of(run) -> list[Work]:
+    """What a virtual card is asked to do."""
+
+    class Noted(TorchDispatchMode):
+        works: ClassVar[list[Work]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.works.append(work_of(func, args, kwargs or {}, out, tensors(args), tensors((out,))))
+            return out
+
+    Noted.works = []
+    with Noted():
+        run()
+    return Noted.works
+
+
+def tensors(values) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        found += (
+            [value] if isinstance(value, torch.Tensor) else tensors(value) if isinstance(value, list | tuple) else []
+        )
+    return found
+
+
+X, IMAGES = torch.ones(4, 8), torch.ones(2, 4, 6, 6)
+
+
 @pytest.mark.parametrize(
-    ("num_flops", "num_bytes", "is_half", "time_s"),
+    ("run", "work"),
     [
-        (2 * 1024**3, 12_582_912, False, 2 * 1024**3 / 35.6e12),  # 60 us of arithmetic beside 13 us of memory
-        (2 * 1024**3, 6_291_456, True, 2 * 1024**3 / 71e12),
-        (2 * 1024**3, 936_000_000, False, 1e-3),  # 1 ms of memory
-        (0, 936_000_000, True, 1e-3),
-        (0, 0, False, 0.0),
+        (lambda: X + X, Work("elementwise", 0, 2 * 128)),  # the same tensor twice is read once
+        (lambda: X + torch.ones(8).expand(4, 8), Work("elementwise", 0, 128 + 32 + 128)),  # expanded: its 8 numbers
+        (lambda: X.clone().relu_(), Work("elementwise", 0, 128 + 128)),  # in place: read and written
+        (lambda: X.clone().zero_(), Work("elementwise", 0, 128)),  # written only
+        (lambda: torch.full_like(X, 2.0), Work("elementwise", 0, 128)),
+        (lambda: X.sum(0), Work("reduction", 0, 128 + 32)),
+        (lambda: X.softmax(-1), Work("softmax", 0, 128 + 128)),
+        (lambda: X.to(torch.float16), Work("copy", 0, 128 + 64)),
+        (lambda: X.t().contiguous(), Work("transposition", 0, 128 + 128)),
+        (lambda: X + torch.ones(8, 4).t(), Work("transposition", 0, 3 * 128)),
+        (lambda: X[torch.tensor([0, 1])], Work("indexing", 0, 2 * 64 + 64)),  # the rows, not the whole
+        (lambda: torch._foreach_add_([X.clone(), X.clone()], 1.0), Work("update", 0, 2 * 128 + 2 * 128)),
+        (lambda: X @ X.t(), Work("product", 2 * 4 * 8 * 4, 2 * 128 + 64, depth=8, num_columns=4)),
+        (
+            lambda: functional.conv2d(IMAGES, torch.ones(6, 4, 3, 3)),
+            Work("convolution", 2 * 2 * 16 * 6 * 36, 1152 + 864 + 768, depth=36, num_columns=6),
+        ),
+        (
+            lambda: functional.conv2d(IMAGES, torch.ones(6, 2, 3, 3), groups=2),
+            Work("grouped convolution", 2 * 2 * 16 * 6 * 18, 1152 + 432 + 768, depth=18, num_columns=3),
+        ),
+        (
+            lambda: functional.conv2d(IMAGES, torch.ones(4, 1, 3, 3), groups=4),
+            Work("depthwise convolution", 2 * 2 * 16 * 4 * 9, 1152 + 144 + 512, depth=9, num_columns=1),
+        ),
     ],
 )
-def test_the_slower_of_arithmetic_and_memory_decides(num_flops, num_bytes, is_half, time_s):
-    """Half precision has its own peak; what computes nothing takes the time of its bytes."""
-    assert kernel_time_s(Work(num_flops, num_bytes, is_half), RTX3090) == pytest.approx(time_s)
+def test_the_work_of_an_operation_is_worked_by_hand(run, work):
+    """Class, FLOPs, bytes read and written, depth and columns of the last operation."""
+    assert works_of(run)[-1] == work
 
 
 def busy_s(run) -> float:
@@ -117,16 +190,20 @@ def busy_s(run) -> float:
 
 
 def test_operands_in_half_precision_have_half_precisions_peak():
-    """A product of 1024 x 1024 matrices takes 60 us in float32 and 30 us in bfloat16."""
+    """A product of 1024 x 1024 matrices takes half the arithmetic and half the memory of float32 in bfloat16."""
 
-    def product(timeline, dtype):
+    def multiply(timeline, dtype):
         x = torch.ones(1024, 1024, dtype=dtype)
         before = timeline.busy_s[0]
-        x @ x
+        x @ torch.ones_like(x)
         return timeline.busy_s[0] - before
 
-    assert busy_s(lambda timeline: product(timeline, torch.float32)) == pytest.approx(2 * 1024**3 / 35.6e12)
-    assert busy_s(lambda timeline: product(timeline, torch.bfloat16)) == pytest.approx(2 * 1024**3 / 71e12)
+    ones = kernel_time_s(Work("elementwise", 0, 4 * 1024**2), RTX3090)  # ones_like, written
+    half_ones = kernel_time_s(Work("elementwise", 0, 2 * 1024**2), RTX3090)
+    whole = kernel_time_s(product(2 * 1024**3, 3 * 4 * 1024**2, is_half=False), RTX3090)
+    half = kernel_time_s(product(2 * 1024**3, 3 * 2 * 1024**2, is_half=True), RTX3090)
+    assert busy_s(lambda timeline: multiply(timeline, torch.float32)) == pytest.approx(ones + whole)
+    assert busy_s(lambda timeline: multiply(timeline, torch.bfloat16)) == pytest.approx(half_ones + half)
 
 
 def test_heads_that_share_keys_and_values_do_as_much_work():
