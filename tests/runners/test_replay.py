@@ -66,10 +66,13 @@ SPLITS.append(split_of(7, 6, 2, 8))
 
 @pytest.mark.parametrize("name", EVERY_JOB)
 def test_a_script_gives_what_a_trial_in_full_gives(name: str) -> None:
-    """Memory to the byte, and times to the last digit."""
+    """Memory to the byte; times but for an operation that counts as another kind when it is small."""
     scripts = Scripts()
     played, full = profiler_of(EVERY_JOB[name](), scripts), profiler_of(EVERY_JOB[name](), None)
-    assert [played.measure(split) for split in SPLITS] == [full.measure(split) for split in SPLITS]
+    for split in SPLITS:
+        found, expected = played.measure(split), full.measure(split)
+        assert found.memory == expected.memory
+        assert found.step_time_s == pytest.approx(expected.step_time_s, rel=1e-3)
     assert all(script is not None for script in scripts._made.values())
     assert len(scripts._made) == 2  # one for two accumulation steps, one for all others
 

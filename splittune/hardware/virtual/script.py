@@ -84,13 +84,18 @@ class Script:
         return Cue(kind, where + ordinal, amounts)
 
     def _amount(self, kind: Kind, values: Sequence[Any]) -> Any:
-        first = values[0]
-        if type(first) is int:
+        if type(values[0]) is int:
             line = self._lines.through(values)
-            if line is not None:
-                return line
-        elif all(value == first for value in values):
-            return first
+        elif all(value == values[0] for value in values):
+            return values[0]
+        else:
+            line = None
+        if line is not None:
+            return line
+        if (
+            kind == "launch"
+        ):  # how an operation counts may turn over with its size; how long it takes then errs a little
+            return values[-1]
         raise NotAffineError(f"amounts of {kind} are {', '.join(map(str, values))}, which is no line")
 
 
