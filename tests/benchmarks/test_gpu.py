@@ -230,7 +230,8 @@ def test_models_stand_beside_what_a_plan_foretells(stage):
     ]
     assert [row["step_time_error"] for row in findings.rows] == pytest.approx([0.0] * 4, abs=1e-9)
     assert {row["peak_reserved_error"] for row in findings.rows} == {0.0}
-    assert [check.passed for check in findings.checks] == [None] * 4
+    assert [check.passed for check in findings.checks] == [None] * 5
+    assert [check.detail for check in findings.checks[3:]] == ["4 of 4", "0 of 0"]
     assert findings.checks[0].detail == "median 0.0%, 90th percentile 0.0%"
 
 

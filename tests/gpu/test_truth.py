@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.gpu import truth as gpu_truth
 from benchmarks.gpu.stage import Findings, Stage
 from benchmarks.jobs.gpu_models import REHEARSAL
+from benchmarks.jobs.zoo import ZooModel
 from splittune.hardware.virtual import driver_names
 from splittune.profiling import pacing
 from splittune.units import GIB
@@ -19,6 +22,21 @@ pytestmark = [
 ]
 
 
+# Convolutions and attention take more memory on a stand-in than on a card, for whose kernels others stand in.
+WORDS = ZooModel(
+    name="words",
+    library="",
+    make=lambda: nn.Sequential(nn.Embedding(256, 64), nn.Flatten(), nn.Linear(1024, 512), nn.Tanh(), nn.Linear(512, 8)),
+    batch_size=512,
+    draw=lambda size, generator: (
+        torch.randint(256, (size, 16), generator=generator),
+        torch.randint(8, (size,), generator=generator),
+    ),
+    loss_fn=nn.functional.cross_entropy,
+    in_half=False,
+)
+
+
 def test_every_model_has_its_rows(stage: Stage) -> None:
     """Of a card in the catalog both splits are foretold; a check may fail there, which is a finding and no fault."""
     findings = Findings(part="truth")
@@ -28,7 +46,7 @@ def test_every_model_has_its_rows(stage: Stage) -> None:
 
 @pytest.mark.standin
 def test_two_models_on_a_device_that_stands_in_for_a_card(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Live tensors' peaks are foretold within a tenth; times are not a card's, and nothing is judged."""
+    """Live tensors' peaks are foretold to 2 %; times are not a card's, and nothing is judged."""
     if stage.torch_device.type != devices.NAME:
         pytest.skip("there is a card")
     monkeypatch.setattr(pacing, "FIRST_WARM_UP_S", 0.05)
@@ -38,10 +56,10 @@ def test_two_models_on_a_device_that_stands_in_for_a_card(stage: Stage, monkeypa
     try:
         on_card = Stage(str(stage.torch_device), quiet=True, sizes=REHEARSAL)
         findings = Findings(part="truth")
-        gpu_truth.run(on_card, findings, models=gpu_truth.tiny(on_card))
+        gpu_truth.run(on_card, findings, models=[gpu_truth.tiny(on_card)[0], WORDS])
     finally:
         devices.set_capacity(0, devices.CAPACITY_BYTES, devices.OUTSIDE_BYTES)
     assert [row["why"] for row in findings.rows] == [""] * 4
     assert all(row["planned_step_time_s"] > 0 for row in findings.rows)
-    assert all(abs(row["peak_allocated_error"]) < 0.1 for row in findings.rows)
-    assert [check.passed for check in findings.checks] == [None] * 4
+    assert [row["peak_allocated_error"] for row in findings.rows] == pytest.approx([0.0] * 4, abs=0.02)
+    assert [check.passed for check in findings.checks] == [None] * 5

@@ -76,6 +76,18 @@ def test_it_is_what_a_plan_says() -> None:
     assert told(task).why == ""
 
 
+def test_the_loss_is_computed_where_it_was() -> None:
+    """In the replicas, GPU 0 holds the outputs of its own share alone."""
+    split = BatchSplit(global_batch_size=4096, accumulation_steps=1, shard_sizes=(512, 3584))
+    wide = TrainingTask(nn.Linear(4, 512), [(torch.zeros(16, 4), torch.zeros(16, dtype=torch.long))])
+    samples = read_batches(wide.loader)
+    gathered, placed = foretell(
+        wide, samples, virtual(), [(split, "output"), (split, "replica")], budget_s=60.0
+    ).planned
+    assert (gathered.loss_placement, placed.loss_placement) == ("output", "replica")
+    assert placed.memory[0].peak_allocated_bytes < gathered.memory[0].peak_allocated_bytes / 2
+
+
 def test_a_job_that_reads_values_is_not_foretold() -> None:
     """It says which line, and no step is run with real tensors instead."""
     seen: list[type] = []
