@@ -15,6 +15,7 @@ from splittune.parallel.nesting import map_tensors
 from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.profiling.profiler import Profiler
+from splittune.runners.cards_as_host import CardsAsHost, OwnAutocastError
 from splittune.runners.fake_copy import Unkept, shape_of, without_values
 from splittune.runners.shapes import describe_need, why_not
 from splittune.split import BatchSplit
@@ -54,6 +55,8 @@ def foretell(
                 planned.append(_on_shapes(task, samples, cards, split, placement))
     except LateError:
         why = f"that took longer than {budget_s:g} s"
+    except OwnAutocastError as error:
+        why = str(error)
     except NEEDS_VALUES as error:
         why = describe_need(error)
     except Exception as error:  # noqa: BLE001  the measured result is what counts, and is not to be lost by this
@@ -75,7 +78,7 @@ def _on_shapes(
     copied = without_values(task, mode)
     shapes = replace(samples, batch=map_tensors(lambda tensor: shape_of(tensor, mode), samples.batch))
     profiler = Profiler(copied, cards, shapes, Unkept(), loss_placement=placement)
-    with mode:
+    with mode, CardsAsHost():
         return profiler.measure(split)
 
 

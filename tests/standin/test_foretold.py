@@ -100,6 +100,30 @@ def test_a_step_that_reads_values_costs_the_plan_and_not_the_result(known_cards:
     assert "needs values: test_foretold.py" in result.foretold.why
 
 
+def test_a_step_that_names_its_card_is_foretold(known_cards: None) -> None:
+    """Batches that it sends there itself stay on the host meanwhile."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch[0].to(CARDS[0]), batch[1].to(device=torch.device(CARDS[0]))
+        weights = torch.ones(4, device="standin")
+        return functional.cross_entropy(model(inputs), targets.standin(), weight=weights)
+
+    result = searched(step_fn=step)
+    assert result.foretold.why == ""
+    assert result.foretold.of(result.best).step_time_s > 0
+
+
+def test_a_step_with_an_autocast_of_its_own_is_not_foretold_in_float32(known_cards: None) -> None:
+    """The host's copy would not heed it; what to do is said."""
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("standin", dtype=torch.bfloat16):
+            return functional.cross_entropy(model(batch[0]), batch[1].to(CARDS[0]))
+
+    why = searched(step_fn=step).foretold.why
+    assert why == "the step turns autocast on for standin itself: give autocast_dtype= instead, and it is foretold"
+
+
 def test_cards_that_nobody_published_figures_of_are_named(known_cards: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are called."""
     monkeypatch.delitem(driver_names._BY_DRIVER, "Stand-in")
