@@ -25,6 +25,7 @@ from splittune.errors import (
 )
 from splittune.parallel import BalancedDataParallel, accumulate, data_parallel
 from splittune.plan import Plan, plan
+from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.report import TuneResult
 from splittune.split import BatchSplit, SplitSpace
@@ -38,6 +39,7 @@ __all__ = [
     "BatchSplit",
     "ConfigError",
     "DeviceError",
+    "Foretold",
     "InvalidSplitError",
     "Measurement",
     "MicroBatch",

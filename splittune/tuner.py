@@ -13,6 +13,7 @@ from torch import nn
 
 from splittune.config import SplitConfig
 from splittune.errors import ConfigError, NoFeasibleSplitError
+from splittune.foretelling import foretell_beside
 from splittune.hardware import resolve_hardware
 from splittune.options import (
     DEFAULT_MAX_TRIALS,
@@ -23,6 +24,7 @@ from splittune.options import (
     space_for,
 )
 from splittune.profiling.drift import anchored
+from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.report import TuneResult
 from splittune.report.progress import callback_for
@@ -50,6 +52,8 @@ class TuneCallback(Protocol):
     def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None: ...
 
     def on_trial(self, trial: Trial) -> None: ...
+
+    def on_activity(self, what: str) -> None: ...
 
     def on_end(self) -> None: ...
 
@@ -82,6 +86,9 @@ def autotune(
 
     Short trials of the real step are run on the devices: forward, backward, the optimizer's update. Afterwards model,
     optimizer, random number generators and loader are as they were found, also when an exception or Ctrl-C ends it.
+
+    After a search on real cards the best split and the baseline are foretold on virtual ones of the same kinds, in 30
+    seconds at most: `TuneResult.foretold`.
 
     Args:
         model: the module to train, not wrapped; with ``isolation="process"`` what makes the whole
@@ -160,7 +167,10 @@ def autotune(
 
 
 def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> TuneResult:
-    """`autotune` for a job wherever its trials run: profile, search, confirm, and leave the job as it was found."""
+    """`autotune` for a job wherever its trials run: profile, search, confirm, and leave the job as it was found.
+
+    On real cards the winner and the baseline are then foretold as a plan would have it, to be compared.
+    """
     try:
         job = runner.open(options.placements)
         if job.no_replica_loss is not None:
@@ -201,12 +211,13 @@ def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> Tune
             )
 
         found = replace(_best_of(search, options.placements), trials=tuple(trials))
+        foretold = foretell_beside(runner, job, found, callback.on_activity)
     finally:
         try:
             runner.close()
         finally:
             callback.on_end()
-    return _result_of(found, job, headroom, options.seed)
+    return _result_of(found, job, headroom, options.seed, foretold)
 
 
 def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequence[LossPlacement]) -> SearchResult:
@@ -252,7 +263,9 @@ def _is_empty(part: object) -> bool:
     return isinstance(part, tuple) and not part
 
 
-def _result_of(found: SearchResult, job: JobFacts, headroom: tuple[int, ...], seed: int) -> TuneResult:
+def _result_of(
+    found: SearchResult, job: JobFacts, headroom: tuple[int, ...], seed: int, foretold: Foretold | None
+) -> TuneResult:
     cards, throughput, rate = job.cards, found.best.throughput, job.loader_samples_per_s
     slow = None if rate is None or throughput is None else describe_slow_loader(job.loader_advice, rate, throughput)
     config = SplitConfig(
@@ -276,4 +289,5 @@ def _result_of(found: SearchResult, job: JobFacts, headroom: tuple[int, ...], se
         stopped=found.stopped,
         warnings=found.warnings,
         notes=tuple(note for note in (no_mean, slow) if note is not None),
+        foretold=foretold,
     )

@@ -23,7 +23,7 @@ FLOORS = (
     ("__main__", "cli"),
     ("demo", "results"),
     ("plan",),
-    ("options", "tuner", "verify"),
+    ("foretelling", "options", "tuner", "verify"),
     ("report",),
     ("runners",),
     ("config",),

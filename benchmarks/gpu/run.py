@@ -1,6 +1,6 @@
-"""Everything that a single CUDA card can show, in one command of under eight minutes.
+"""Everything that a single CUDA card can show, in one command of about twelve minutes.
 
-    python -m benchmarks.gpu [--out benchmarks/results] [--only memory,limits,...] [--budget-s 480] [--seed 0]
+    python -m benchmarks.gpu [--out benchmarks/results] [--only memory,limits,...] [--budget-s 720] [--seed 0]
 
 Each part prints what it finds as it goes, and writes ``gpu_<part>.csv`` with the card, its driver
 and the versions. At the end every check is listed; the exit code is 1 if one failed or a part broke
@@ -23,13 +23,13 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from benchmarks.gpu import limits, memory, model_errors, neighbour, ooms, peers, replicas, timing, worker
+from benchmarks.gpu import limits, memory, model_errors, neighbour, ooms, peers, replicas, timing, truth, worker
 from benchmarks.gpu.stage import Findings, Stage
 from splittune.errors import SplittuneError
 from splittune.hardware.oom import is_sticky
 from splittune.report.tables import save_csv
 
-BUDGET_S = 480.0
+BUDGET_S = 720.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ PARTS = (
     Part(name="models", title="peaks and step times foretold", run=model_errors.run, share_s=140),
     Part(name="peers", title="beside other tools and every split", run=peers.run, share_s=60),
     Part(name="worker", title="a worker that is spoilt, and one that is killed", run=worker.run, share_s=45),
+    Part(name="truth", title="twenty models beside what a plan foretells of them", run=truth.run, share_s=240),
 )
 
 

@@ -214,6 +214,9 @@ class QuietCallback:
     def on_trial(self, trial: Any) -> None:
         """Nothing to see."""
 
+    def on_activity(self, what: str) -> None:
+        """Nothing to see."""
+
     def on_end(self) -> None:
         """Nothing to see."""
 

@@ -159,6 +159,7 @@ class _KeepingCallback:
         self.trials: list[Trial] = []
         self.cards: DeviceView | None = None
         self.on_measure = callback.on_measure
+        self.on_activity = callback.on_activity
         self.on_end = callback.on_end
         self._callback = callback
 

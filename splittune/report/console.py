@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from splittune.report.explain import facts_of, remedy_of, risks_of
+from splittune.report.foretold import describe_foretold
 from splittune.report.like_devices import like_devices
 from splittune.report.words import gpus, rate_of, shares_of
 from splittune.units import format_bytes
@@ -55,6 +56,8 @@ def show_result(result: TuneResult, console: Console, *, verbose: bool = False) 
     remedy = remedy_of(result.diagnosis)
     if remedy:
         _print_prose(f"For more: {remedy}.", console)
+    if result.foretold is not None:
+        _print_prose(describe_foretold(result.foretold, result.best), console)
 
 
 def show_notes(result: TuneResult, console: Console) -> None:

@@ -123,6 +123,11 @@ class ConsoleCallback:
             again = "" if trial.kind == "search" else " (again)"
             self._print(f"{describe_trial(trial)}{again}{f'  {trial.reason}' if self._is_verbose else ''}")
 
+    def on_activity(self, what: str) -> None:
+        self._progress.update(self._bar, description=what)
+        if not self._progress.console.is_terminal:
+            self._print(what)
+
     def on_end(self) -> None:
         self._progress.stop()
         off = [abs(rate / self._searched[key] - 1) for key, rate in self._again.items() if self._searched.get(key)]

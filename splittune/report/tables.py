@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pandas as pd
 
 from splittune.config.files import write_atomically
+from splittune.profiling.foretold import Foretold
 
 if TYPE_CHECKING:
     from splittune.hardware.base import Device, DeviceMemory
@@ -49,6 +50,7 @@ _TRIALS_TYPES = {
     "loss_placement": "string",
     "throughput_samples_per_s": "Float64",
     "step_time_s": "Float64",
+    "planned_step_time_s": "Float64",
     "micro_step_time_s": "Float64",
     "update_time_s": "Float64",
     "num_micro_steps_timed": "Int64",
@@ -73,6 +75,8 @@ _DEVICES_TYPES = {
     "outside_bytes": "Int64",
     "peak_allocated_bytes": "Int64",
     "peak_reserved_bytes": "Int64",
+    "planned_peak_allocated_bytes": "Int64",
+    "planned_peak_reserved_bytes": "Int64",
     "headroom_bytes": "Int64",
     "micro_step_peak_bytes": "Int64",
     "update_peak_bytes": "Int64",
@@ -83,10 +87,13 @@ _DEVICES_TYPES = {
 }
 
 
-def trials_table(trials: Iterable[TrialRecord], *, is_modelled: bool | None = None) -> pd.DataFrame:
+def trials_table(
+    trials: Iterable[TrialRecord], *, is_modelled: bool | None = None, foretold: Foretold | None = None
+) -> pd.DataFrame:
     """One row a trial, in the order given; what was not measured is an empty cell, never 0.
 
-    `is_modelled` is the hardware's: True for virtual devices, None where it is not known.
+    `is_modelled` is the hardware's: True for virtual devices, None where it is not known. `foretold` is what a plan for
+    real cards said of some of the splits.
 
     | column | unit | meaning |
     |---|---|---|
@@ -101,6 +108,7 @@ def trials_table(trials: Iterable[TrialRecord], *, is_modelled: bool | None = No
     | `loss_placement` | | `output`: from gathered outputs, on GPU 0; `replica`: in each replica |
     | `throughput_samples_per_s` | samples/s | global batch over step time |
     | `step_time_s` | s | median whole step, or else accumulation steps x micro-step + update |
+    | `planned_step_time_s` | s | of a step, as virtual cards of the same kind have it: modelled |
     | `micro_step_time_s` | s | median forward and backward of one micro-batch; see below |
     | `update_time_s` | s | median update of the optimizer |
     | `num_micro_steps_timed` | | micro-steps timed alone; 0 where none ran |
@@ -122,13 +130,17 @@ def trials_table(trials: Iterable[TrialRecord], *, is_modelled: bool | None = No
     equal part of the median of those without the update. Worked: 3 micro-steps and an update of 4
     ms in 34 ms make 10 ms. Modelled, it is the median of micro-steps alone.
     """
-    return _frame([_trial_row(trial, is_modelled) for trial in trials], _TRIALS_TYPES)
+    foretold = foretold or Foretold()
+    return _frame([_trial_row(trial, is_modelled, foretold) for trial in trials], _TRIALS_TYPES)
 
 
-def devices_table(trials: Iterable[TrialRecord], *, devices: Sequence[Device] = ()) -> pd.DataFrame:
+def devices_table(
+    trials: Iterable[TrialRecord], *, devices: Sequence[Device] = (), foretold: Foretold | None = None
+) -> pd.DataFrame:
     """One row a trial and device, in the order given; what was not measured is an empty cell.
 
-    `devices` gives the names and is the hardware's; without it the names are empty cells.
+    `devices` gives the names and is the hardware's; without it the names are empty cells. `foretold` is what a plan for
+    real cards said of some of the splits.
 
     | column | unit | meaning |
     |---|---|---|
@@ -140,6 +152,8 @@ def devices_table(trials: Iterable[TrialRecord], *, devices: Sequence[Device] = 
     | `outside_bytes` | bytes | held by others: other programs, the CUDA context, libraries |
     | `peak_allocated_bytes` | bytes | most that live tensors took |
     | `peak_reserved_bytes` | bytes | most that torch's caching allocator held |
+    | `planned_peak_allocated_bytes` | bytes | the same, as virtual cards of the same kind account it |
+    | `planned_peak_reserved_bytes` | bytes | the same, as virtual cards of the same kind account it |
     | `headroom_bytes` | bytes | total - outside - peak reserved |
     | `micro_step_peak_bytes` | bytes | peak allocated in forward and backward alone |
     | `update_peak_bytes` | bytes | peak allocated in the optimizer's update alone |
@@ -153,8 +167,8 @@ def devices_table(trials: Iterable[TrialRecord], *, devices: Sequence[Device] = 
     it: for a small model it may be the host's time, whatever the shard. Modelled devices have
     kernels' own times.
     """
-    names = {device.index: device.name for device in devices}
-    return _frame([row for trial in trials for row in _device_rows(trial, names)], _DEVICES_TYPES)
+    names, foretold = {device.index: device.name for device in devices}, foretold or Foretold()
+    return _frame([row for trial in trials for row in _device_rows(trial, names, foretold)], _DEVICES_TYPES)
 
 
 def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
@@ -170,8 +184,9 @@ def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
     return write_atomically(path, frame.to_csv(index=False, lineterminator="\n", na_rep=""))
 
 
-def _trial_row(trial: TrialRecord, is_modelled: bool | None) -> dict[str, Any]:
+def _trial_row(trial: TrialRecord, is_modelled: bool | None, foretold: Foretold) -> dict[str, Any]:
     measurement, split = trial.measurement, trial.measurement.split
+    planned = foretold.of(measurement)
     fullest = min(measurement.memory, key=lambda memory: (memory.headroom_bytes, memory.device), default=None)
     return {
         "trial": trial.number,
@@ -185,6 +200,7 @@ def _trial_row(trial: TrialRecord, is_modelled: bool | None) -> dict[str, Any]:
         "loss_placement": measurement.loss_placement,
         "throughput_samples_per_s": measurement.throughput,
         "step_time_s": measurement.step_time_s,
+        "planned_step_time_s": None if planned is None else planned.step_time_s,
         "micro_step_time_s": measurement.micro_step_time_s,
         "update_time_s": measurement.update_time_s,
         "num_micro_steps_timed": len(measurement.micro_step_times_s),
@@ -202,8 +218,9 @@ def _trial_row(trial: TrialRecord, is_modelled: bool | None) -> dict[str, Any]:
     }
 
 
-def _device_rows(trial: TrialRecord, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    measurement = trial.measurement
+def _device_rows(trial: TrialRecord, names: Mapping[int, str], foretold: Foretold) -> list[dict[str, Any]]:
+    measurement, planned = trial.measurement, foretold.of(trial.measurement)
+    planned_of = {} if planned is None else {memory.device: memory for memory in planned.memory}
     memory_of = {memory.device: memory for memory in measurement.memory}
     busy_s = measurement.device_busy_s
     return [
@@ -213,6 +230,7 @@ def _device_rows(trial: TrialRecord, names: Mapping[int, str]) -> list[dict[str,
             "device_name": names.get(device),
             "shard_size": shard_size,
             **_memory_cells(memory_of.get(device)),
+            **_planned_cells(planned_of.get(device)),
             "busy_s": None if busy_s is None else busy_s[device],
             "outcome": measurement.outcome.value,
         }
@@ -233,6 +251,13 @@ def _memory_cells(memory: DeviceMemory | None) -> dict[str, int | None]:
         "resting_bytes",
     )
     return {cell: None if memory is None else getattr(memory, cell) for cell in cells}
+
+
+def _planned_cells(planned: DeviceMemory | None) -> dict[str, int | None]:
+    return {
+        "planned_peak_allocated_bytes": None if planned is None else planned.peak_allocated_bytes,
+        "planned_peak_reserved_bytes": None if planned is None else planned.peak_reserved_bytes,
+    }
 
 
 def _in_one_line(text: str) -> str:

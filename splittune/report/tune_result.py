@@ -11,9 +11,11 @@ from pathlib import Path
 from splittune.config.files import write_atomically
 from splittune.config.split_config import SplitConfig
 from splittune.hardware.base import Device
+from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import Measurement
 from splittune.report.diagnosis import Diagnosis, diagnose
 from splittune.report.explain import paragraph_of, risks_of
+from splittune.report.foretold import describe_foretold
 from splittune.report.tables import devices_table, save_csv, trials_table
 from splittune.search import Trial
 from splittune.search.result import speedup_over
@@ -45,6 +47,9 @@ class TuneResult:
     the same, twice, and kept its headroom: they are for whoever looks into the search."""
     notes: tuple[str, ...] = ()
     """What to see to before training, in sentences: a loss that is a sum, a loader that is too slow."""
+    foretold: Foretold | None = None
+    """What a plan for these cards said of `best` and `baseline`: modelled, beside what was measured. None where the
+    cards are virtual."""
 
     @property
     def speedup(self) -> float | None:
@@ -64,7 +69,8 @@ class TuneResult:
         """The diagnosis in one paragraph; risks, notes and warnings follow."""
         diagnosis = self.diagnosis
         risks = [risk[0].upper() + risk[1:] for risk in risks_of(diagnosis)]
-        return " ".join((paragraph_of(diagnosis), *risks, *self.notes, *self.warnings))
+        beside = () if self.foretold is None else (describe_foretold(self.foretold, self.best),)
+        return " ".join((paragraph_of(diagnosis), *beside, *risks, *self.notes, *self.warnings))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``split.json``, ``trials.csv``, ``devices.csv`` and ``explanation.txt``.
@@ -76,14 +82,21 @@ class TuneResult:
         """
         self.config.save(Path(folder) / CONFIG_FILE)
         write_atomically(Path(folder) / EXPLANATION_FILE, textwrap.fill(self.explanation, EXPLANATION_WIDTH) + "\n")
-        return save_tables(folder, self.trials, self.config.devices, is_modelled=self.config.is_modelled)
+        return save_tables(
+            folder, self.trials, self.config.devices, is_modelled=self.config.is_modelled, foretold=self.foretold
+        )
 
 
 def save_tables(
-    folder: str | os.PathLike[str], trials: Iterable[Trial], devices: Sequence[Device], *, is_modelled: bool
+    folder: str | os.PathLike[str],
+    trials: Iterable[Trial],
+    devices: Sequence[Device],
+    *,
+    is_modelled: bool,
+    foretold: Foretold | None = None,
 ) -> Path:
     """Write ``trials.csv`` and ``devices.csv``: those of a search that was interrupted, too."""
     trials = list(trials)
-    save_csv(trials_table(trials, is_modelled=is_modelled), Path(folder) / TRIALS_FILE)
-    save_csv(devices_table(trials, devices=devices), Path(folder) / DEVICES_FILE)
+    save_csv(trials_table(trials, is_modelled=is_modelled, foretold=foretold), Path(folder) / TRIALS_FILE)
+    save_csv(devices_table(trials, devices=devices, foretold=foretold), Path(folder) / DEVICES_FILE)
     return Path(folder)

@@ -9,12 +9,14 @@ from dataclasses import replace
 import torch
 
 from splittune.errors import ConfigError
-from splittune.hardware import Hardware
+from splittune.hardware import Device, DeviceMemory, Hardware
 from splittune.hardware.oom import is_sticky
+from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import LossPlacement
 from splittune.profiling.profiler import Profiler, finish_backward
 from splittune.runners.base import JobFacts
 from splittune.signals import deferred
+from splittune.split import BatchSplit
 from splittune.training import SampleBatch, Snapshot, TrainingTask, read_batches
 
 
@@ -68,6 +70,25 @@ class InProcessRunner:
             min_headroom_bytes=min_headroom_bytes,
             loss_placement=loss_placement,
         )
+
+    def foretell(
+        self,
+        devices: Sequence[Device],
+        memory: Sequence[DeviceMemory],
+        asked: Sequence[tuple[BatchSplit, LossPlacement]],
+        *,
+        budget_s: float,
+    ) -> Foretold:
+        """What virtual cards of the kinds of `devices`, with their memory, say of each split, loss placement included.
+
+        Raises:
+            DeviceError: a card is not in the catalog.
+        """
+        # imported late: shapes without values are a machinery of their own, which trials do without
+        from splittune.hardware.virtual.twins import twins_of
+        from splittune.runners.foretell import foretell
+
+        return foretell(self._task, self.samples, twins_of(devices, memory), asked, budget_s=budget_s)
 
     def close(self) -> None:
         """Leave job and devices as they were found; Ctrl-C waits until that is done.

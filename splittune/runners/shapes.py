@@ -93,7 +93,7 @@ class ShapeRunner:
                 played = self._played(split, headroom, placement)
                 return self._on_shapes(split, headroom, placement) if played is None else played
             except NEEDS_VALUES as error:
-                self.needs_values = _describe(error)
+                self.needs_values = describe_need(error)
                 logger.warning(_ON_REAL_TENSORS, self.needs_values)
         return self._real.profiler(min_headroom_bytes=headroom, loss_placement=placement).measure(split)
 
@@ -174,7 +174,7 @@ def why_not(task: TrainingTask) -> str | None:
     return None
 
 
-def _describe(error: BaseException) -> str:
+def describe_need(error: BaseException) -> str:
     """The operation, and the innermost line that is neither torch's nor ours."""
     operation = str(error).removesuffix(".default") or type(error).__name__
     frames = [

@@ -20,11 +20,17 @@ from benchmarks.gpu import peers as gpu_peers
 from benchmarks.gpu import replicas as gpu_replicas
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu import timing as gpu_timing
+from benchmarks.gpu import truth as gpu_truth
 from benchmarks.gpu import worker as gpu_worker
 from benchmarks.gpu.readings import Trace, Window, blocks_held, sampled, traced
 from benchmarks.gpu.stage import Findings, Stage, useful_splits
+from benchmarks.jobs.zoo import ZOO
 from benchmarks.regret.peers import accelerate_executable
+from splittune.hardware import resolve_hardware
 from splittune.profiling import watch
+from splittune.runners.foretell import foretell
+from splittune.split import BatchSplit
+from splittune.training import read_batches
 from splittune.units import MIB
 from tests.processes import DEADLINE_S
 
@@ -214,6 +220,70 @@ def test_a_worker_that_is_spoilt_or_killed_is_a_crashed_trial(stage):
     findings = found_by(gpu_worker.run, stage)
     assert [row["outcomes"] for row in findings.rows] == ["ok, crashed, ok", "ok, crashed"]
     assert not findings.failures
+
+
+def test_models_stand_beside_what_a_plan_foretells(stage):
+    """A row for each split, and no error where virtual cards are compared with themselves."""
+    findings = found_by(gpu_truth.run, stage)
+    assert [(row["model"], row["accumulation_steps"]) for row in findings.rows] == [
+        (name, steps) for name in ("MLP", "GPT") for steps in gpu_truth.STEPS
+    ]
+    assert [row["step_time_error"] for row in findings.rows] == pytest.approx([0.0] * 4, abs=1e-9)
+    assert {row["peak_reserved_error"] for row in findings.rows} == {0.0}
+    assert [check.passed for check in findings.checks] == [None] * 5
+    assert [check.detail for check in findings.checks[3:]] == ["4 of 4", "0 of 0"]
+    assert findings.checks[0].detail == "median 0.0%, 90th percentile 0.0%"
+
+
+def test_a_model_that_fails_and_a_library_that_is_missing_cost_no_other_row(stage):
+    """The one has a row with its reason, the other's models are named and left out."""
+    good, other = gpu_truth.tiny(stage)
+    models = [
+        replace(other, name="broken", make=lambda: (_ for _ in ()).throw(LookupError("no such layer"))),
+        replace(other, name="elsewhere", library="no_such_library"),
+        good,
+    ]
+    findings = found_by(gpu_truth.run, stage, models=models)
+    assert [row["model"] for row in findings.rows] == ["broken", "MLP", "MLP"]
+    assert findings.rows[0]["why"] == "LookupError: no such layer"
+    details = [check.detail for check in findings.checks]
+    assert details[0] == "ModuleNotFoundError: No module named 'no_such_library'"
+    assert details[-1] == "not broken: their rows say why"
+    assert not findings.failures
+
+
+def test_models_that_have_no_time_left_are_named(stage):
+    """On a card, one that would not end in time is not begun."""
+    models = gpu_truth.tiny(stage)
+    stage.is_rehearsal, stage.ends_at_s = False, 0.0
+    findings = found_by(gpu_truth.run, stage, models=models)
+    assert findings.cut_short == "2 of 2 models, from MLP on"
+
+
+def test_errors_are_told_by_their_size():
+    """Too much and too little count alike; a split that did not run has none."""
+    rows = [{"step_time_error": error} for error in (-0.1, 0.0, 0.1, 0.3, None)] + [{"why": "broken"}]
+    assert gpu_truth.errors_of(rows, "step_time") == pytest.approx((0.1, 0.24))
+    assert gpu_truth.errors_of(rows[:1], "step_time") is None
+
+
+def test_twenty_models_are_named_and_made_without_weights():
+    """Twelve of timm and eight of transformers, each once."""
+    assert len({model.name for model in ZOO}) == 20
+    assert [sum(model.library == name for model in ZOO) for name in ("timm", "transformers")] == [12, 8]
+
+
+def test_a_model_of_transformers_is_made_and_foretold():
+    """From its configuration alone, on a card that is not here."""
+    pytest.importorskip("transformers")
+    (model,) = (each for each in ZOO if each.name == "segformer-b0")
+    task = model.task(2, seed=0)
+    split = BatchSplit(global_batch_size=2, accumulation_steps=1, shard_sizes=(2,))
+    foretold = foretell(
+        task, read_batches(task.loader), resolve_hardware("1xH100-80GB"), [(split, "output")], budget_s=300.0
+    )
+    assert foretold.why == ""
+    assert foretold.planned[0].throughput > 0
 
 
 def breaks(_stage: Stage, findings: Findings) -> None:

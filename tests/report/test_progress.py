@@ -93,6 +93,17 @@ def test_several_measured_again_share_a_line() -> None:
     assert sum(line.endswith("loss in the replicas") for line in screen.lines) == 1
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_goes_on_besides_trials_is_said(is_terminal: bool) -> None:
+    """In the bar, or in a line of its own."""
+    screen = Screen(is_terminal=is_terminal)
+    callback = ConsoleCallback(screen.console)
+    callback.on_start(FakeHardware(is_modelled=False), SPACE, 24)
+    callback.on_activity("foretelling the same: at most 30 s")
+    callback.on_end()
+    assert "foretelling the same: at most 30 s" in screen.text
+
+
 def test_what_is_logged_before_the_first_trial_stands_above_the_header() -> None:
     """The header comes with the first trial, once."""
     screen = Screen()

@@ -83,6 +83,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def test_one_row_a_trial_with_what_was_measured() -> None:
     """A trial that ran shows its split, its medians, how many samples they rest on, and the fullest device."""
     row = trials_table(TRIALS, is_modelled=True).iloc[0].to_dict()
+    assert pd.isna(row.pop("planned_step_time_s"))
     assert row == {
         "trial": 0,
         "kind": "search",
@@ -119,6 +120,7 @@ def test_absent_is_an_empty_cell(tmp_path: Path) -> None:
     assert empty == {
         "throughput_samples_per_s",
         "step_time_s",
+        "planned_step_time_s",
         "micro_step_time_s",
         "update_time_s",
         "relative_error",
@@ -153,7 +155,8 @@ def test_one_row_a_trial_and_device() -> None:
     frame = devices_table(TRIALS, devices=DEVICES)
     assert len(frame) == 3 * 4
     row = frame.iloc[1].to_dict()
-    for name in ("update_peak_bytes", "single_step_peak_bytes", "resting_bytes"):
+    planned = ("planned_peak_allocated_bytes", "planned_peak_reserved_bytes")
+    for name in (*planned, "update_peak_bytes", "single_step_peak_bytes", "resting_bytes"):
         assert pd.isna(row.pop(name))
     assert row == {
         "trial": 0,

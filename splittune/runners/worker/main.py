@@ -17,8 +17,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from splittune.hardware import resolve_hardware
+from splittune.hardware import Device, DeviceMemory, resolve_hardware
 from splittune.hardware.oom import is_sticky
+from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.profiling.profiler import Profiler
 from splittune.runners.in_process import InProcessRunner
@@ -42,8 +43,9 @@ def is_worker() -> bool:
 def main(handle: int, parent_pid: int) -> None:
     """Serve the tuner at the other end of a connection.
 
-    It sends an order, the job and its devices, and then requests for trials, each a dict in JSON. It is answered
-    "opened", and for each trial "began" and then "measured" or "raised"; "spoilt" says that this process can use its
+    It sends an order, the job and its devices, and then requests for trials, each a dict in JSON; the last may be to
+    foretell some. It is answered "opened", and for each trial "began" and then "measured", "foretold" or "raised";
+    "spoilt" says that this process can use its
     devices no more, and "log" may come at any time. The end of the connection is the end of the process.
 
     Args:
@@ -68,7 +70,7 @@ def main(handle: int, parent_pid: int) -> None:
         return
     while (request := tuner.receive()) is not None:
         tuner.send("began")
-        _answer(tuner, lambda: tuner.send("measured", measurement=trials.run(**request).to_dict()))
+        _answer(tuner, lambda: _served(trials, request, tuner))
 
 
 class _Tuner:
@@ -132,6 +134,14 @@ def _opened(order: Mapping[str, Any], tuner: _Tuner) -> _Trials:
     return _Trials(runner)
 
 
+def _served(trials: _Trials, request: Mapping[str, Any], tuner: _Tuner) -> None:
+    """Answer a request for a trial, or for what would be foretold."""
+    if "asked" in request:
+        tuner.send("foretold", foretold=trials.foretell(**request).to_dict())
+    else:
+        tuner.send("measured", measurement=trials.run(**request).to_dict())
+
+
 class _Trials:
     """Runs the trials that are asked for, with one profiler for all that have the same demands.
 
@@ -161,6 +171,22 @@ class _Trials:
         profiler = self._profilers[demands]
         measure = profiler.measure_whole_steps if in_whole_steps else profiler.measure
         return measure(BatchSplit(**split))
+
+    def foretell(
+        self,
+        *,
+        devices: Sequence[Mapping[str, Any]],
+        memory: Sequence[Mapping[str, Any]],
+        asked: Sequence[tuple[Mapping[str, Any], LossPlacement]],
+        budget_s: float,
+    ) -> Foretold:
+        """What virtual cards say of these splits; everything in plain data."""
+        return self._runner.foretell(
+            [Device(**each) for each in devices],
+            [DeviceMemory(**each) for each in memory],
+            [(BatchSplit(**split), placement) for split, placement in asked],
+            budget_s=budget_s,
+        )
 
 
 def _end_with(parent_pid: int) -> None:

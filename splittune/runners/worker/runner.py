@@ -15,6 +15,8 @@ from torch import nn
 
 from splittune.checks import as_int, checked_int
 from splittune.errors import ConfigError, WorkerError
+from splittune.hardware import Device, DeviceMemory
+from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
 from splittune.runners.base import JobFacts
 from splittune.runners.worker.errors import rebuild_error
@@ -29,6 +31,9 @@ DEFAULT_TRIAL_TIMEOUT_S = 300.0
 # Building a job may mean reading a large model from a slow disk: the limit is there for what would never end.
 DEFAULT_START_TIMEOUT_S = 1800.0
 MAX_ENDS_IN_A_ROW = 3
+# A worker looks at the time itself, whenever its job calls torch; what hangs elsewhere, a backward pass say, is waited
+# for so long beyond. A choice.
+FORETELL_GRACE_S = 15.0
 _EXPECTED = 'one without arguments that returns splittune.TrainingTask(model, loader, ...), or "FILE.py:FUNCTION"'
 
 JobSource = str | Callable[[], TrainingTask]
@@ -104,6 +109,38 @@ class WorkerRunner:
 
     def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> WorkerProfiler:
         return WorkerProfiler(self, min_headroom_bytes=min_headroom_bytes, loss_placement=loss_placement)
+
+    def foretell(
+        self,
+        devices: Sequence[Device],
+        memory: Sequence[DeviceMemory],
+        asked: Sequence[tuple[BatchSplit, LossPlacement]],
+        *,
+        budget_s: float,
+    ) -> Foretold:
+        """What virtual cards say of these splits, told by the worker that is there; none is started for it.
+
+        A worker that ends or falls silent meanwhile leaves them untold: the trials are over.
+        """
+        if self._link is None:
+            return Foretold(why="the worker process had ended with a trial")
+        try:
+            self._link.send(
+                {
+                    "devices": [asdict(each) for each in devices],
+                    "memory": [asdict(each) for each in memory],
+                    "asked": [(asdict(split), placement) for split, placement in asked],
+                    "budget_s": budget_s,
+                }
+            )
+            self._receive(self._link, budget_s + FORETELL_GRACE_S, "to foretell")
+            answer = self._receive(self._link, budget_s + FORETELL_GRACE_S, "to foretell")
+        except WorkerEndedError as end:
+            self._bury(end)
+            return Foretold(why=str(end))
+        if answer["kind"] == "raised":
+            raise rebuild_error(answer["error"])
+        return Foretold.from_dict(answer["foretold"])
 
     def close(self) -> None:
         """End the worker: one that waits for a trial may finish its own affairs, one in a trial is killed."""

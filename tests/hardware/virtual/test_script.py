@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from splittune.hardware.virtual.catalog import find_gpu
 from splittune.hardware.virtual.ledger import Ledger
-from splittune.hardware.virtual.roofline import Work
+from splittune.hardware.virtual.roofline import Work, kernel_time_s
 from splittune.hardware.virtual.script import NotAffineError, Player, Script, shards_to_tape
 from splittune.hardware.virtual.tape import Tape
 from splittune.units import GIB
@@ -69,13 +69,14 @@ def test_a_script_allocates_frees_and_launches_what_the_shards_ask_for() -> None
     tapes = []
     for (size,) in taped:
         tape = tape_of(1024 * size, 2**21)
-        tape.note("launch", (0,), Work(num_flops=0, num_bytes=1024 * size, is_half=False))
+        tape.note("launch", (0,), Work(kind="copy", num_flops=0, num_bytes=1024 * size))
         tape.note("free", (0, 1))
         tapes.append(tape)
     ledger = played(Script(tapes, taped), (5,))
     assert ledger.allocators[0].allocated_bytes == 5 * 1024
     assert ledger.allocators[0].peak_allocated_bytes == 5 * 1024 + 2**21
-    assert ledger.timeline.busy_s[0] == pytest.approx(5 * 1024 / find_gpu("A100-80GB").memory_bandwidth_bytes_per_s)
+    work = Work(kind="copy", num_flops=0, num_bytes=5 * 1024)
+    assert ledger.timeline.busy_s[0] == kernel_time_s(work, find_gpu("A100-80GB"))
 
 
 @pytest.mark.parametrize(
