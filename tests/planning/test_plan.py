@@ -67,8 +67,8 @@ def test_a_machine_on_which_nothing_fits_is_a_row() -> None:
         ({"splits": []}, ConfigError, "splits is"),
         ({"splits": [(2, 2)]}, ConfigError, "expected BatchSplits alone"),
         ({"devices": ["2xT400-4GB", "nonsense"]}, DeviceError, "nonsense"),
-        ({"global_batch_sizes": [16, 0]}, ConfigError, "a global batch size is 0"),
-        ({"global_batch_sizes": [16, "x"]}, ConfigError, "a global batch size is 'x'"),
+        ({"global_batch_sizes": [16, 0]}, ConfigError, r"global_batch_sizes\[1\] is 0"),
+        ({"global_batch_sizes": [16, "x"]}, ConfigError, r"global_batch_sizes\[1\] is 'x'"),
         (
             {"splits": [BatchSplit(global_batch_size=4, accumulation_steps=1, shard_sizes=(2, 1, 1))]},
             ConfigError,
@@ -81,6 +81,7 @@ def test_what_cannot_be_used_is_refused_before_any_work(
     given: dict[str, Any], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list with one bad entry costs no trial."""
-    monkeypatch.setattr(sys.modules["splittune.plan"], "ShapeRunner", None)
+    for module in ("plan", "sweep"):
+        monkeypatch.setattr(sys.modules[f"splittune.planning.{module}"], "ShapeRunner", None)
     with pytest.raises(error, match=words):
         plan(**({"task": job(), "devices": "2xT400-4GB", "progress": False} | given))
