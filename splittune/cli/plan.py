@@ -18,8 +18,9 @@ from splittune.planning.result import Plan, PlannedSearch
 from splittune.planning.storage import FinishedRows
 from splittune.planning.sweep import planned_searches
 from splittune.report.capacity.console import files_line, show_capacity
-from splittune.report.capacity.files import save_capacity
+from splittune.report.capacity.files import config_name, save_capacity
 from splittune.report.capacity.progress import PlanProgress, SilentPlanCallback
+from splittune.report.capacity.row import best_row
 from splittune.training.load_task import load_task
 
 STORAGE_FILE = "plan.json"
@@ -129,8 +130,8 @@ def _show_and_save(rows: list[PlannedSearch], out: Path) -> None:
     if found.needs_values is not None:
         say(f"note: trials ran on real tensors: {found.needs_values}")
     say(f"\n{files_line(out, written)}")
-    config = next((path for path in written if path.suffix == ".json"), None)
-    if config is not None:
+    best = best_row(found.rows)
+    if best is not None:
         say("To train on real cards:")
-        say(f'    config = splittune.SplitConfig.load("{config}")')
+        say(f'    config = splittune.SplitConfig.load("{out / (config_name(best) or "")}")')
         say('    model = config.wrap(model, devices=["cuda:0", ...])')

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from splittune.config import SplitConfig
-from splittune.config.files import write_atomically
+from splittune.config.files import check_writable, write_atomically
 from splittune.config.schema import config_to_text, fields_from_text
 from splittune.errors import ConfigError
 from splittune.hardware.base import Device
@@ -35,24 +35,27 @@ class FinishedRows:
     the file.
 
     Raises:
-        ConfigError: the file is there and holds something else, or cannot be read.
+        ConfigError: the file is there and holds something else, or its folder cannot be written to.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        check_writable(self._path.parent)
         self._rows: dict[str, Any] = _read(self._path)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Have the file for oneself: two plans at once would overwrite each other's rows.
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have the file for oneself, as it is now: two plans at once would overwrite each other's rows.
 
         Raises:
             ConfigError: another plan has it.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return one_at_a_time(self._path, FORMAT)
+        with one_at_a_time(self._path, FORMAT):
+            self._rows = _read(self._path)
+            yield
 
     def get(self, identity: Mapping[str, Any]) -> PlannedSearch | None:
         """The row that was kept under this identity."""

@@ -95,3 +95,21 @@ def test_a_plan_of_a_model_on_a_card_leaves_it_there():
     assert found.measurements[0].outcome is Outcome.OK
     assert str(model.weight.device) == CARDS[0]
     assert torch.equal(model.weight, weight)
+
+
+def test_a_planned_config_trains_on_real_cards():
+    """Planned on virtual cards, it is wrapped over devices that are there, with a warning, and trains exactly."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    batch = torch.randn(12, 8), torch.randint(4, (12,))
+    alone = copy.deepcopy(model)
+    (search,) = plan(TrainingTask(model, [batch]), "3xRTX3090", max_trials=3, progress=False).searches
+    with pytest.warns(UserWarning, match="planned on virtual devices"):
+        wrapped = search.result.config.wrap(model, devices=CARDS)
+    for micro in search.result.config.micro_batches(batch, wrapped):
+        inputs, targets = micro.batch
+        loss = nn.functional.cross_entropy(wrapped(inputs), targets.to(wrapped.output_device)) * micro.weight
+        loss.backward()
+    nn.functional.cross_entropy(alone(batch[0]), batch[1]).backward()
+    for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), wanted.grad, rtol=1e-4, atol=1e-6)

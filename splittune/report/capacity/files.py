@@ -52,5 +52,5 @@ def config_name(row: CapacityRow) -> str | None:
     """``"split-4xRTX3090-512.json"``: where a row's config lies in the folder; None for a row without one."""
     if row.config is None:
         return None
-    machine = re.sub(r"[^\w.-]+", "_", row.config.virtual_spec or row.devices)
+    machine = re.sub(r"[^\w.-]+", "_", row.devices)
     return f"split-{machine}-{row.global_batch_size}.json"

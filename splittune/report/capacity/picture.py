@@ -59,11 +59,11 @@ def draw(rows: Sequence[CapacityRow]) -> Figure:
     for column, (name, of_machine) in enumerate(machines):
         _draw_throughput(axes[0][column], of_machine, fastest)
         _draw_memory(axes[1][column], of_machine)
-        axes[0][column].set_title(name, fontsize=11, fontweight="bold")
+        axes[0][column].set_title(name.replace(",", ",\n"), fontsize=11, fontweight="bold")
         axes[1][column].set_xlabel("split" if rows[0].is_given else "global batch size (samples)")
     axes[0][0].set_ylabel("samples/s (modelled)")
     axes[1][0].set_ylabel("fullest card at its peak (GiB)")
-    figure.suptitle("Throughput and memory by batch size, modelled", fontsize=13)
+    figure.suptitle("Throughput and memory by batch size (modelled)", fontsize=13)
     _add_legend(figure, axes)
     return figure
 
@@ -129,6 +129,8 @@ def _draw_memory(axes: Axes, rows: Sequence[CapacityRow]) -> None:
             textcoords="offset points",
             ha="center",
             fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
+            zorder=5,
         )
     totals = [row.cards[row.limiting_device or 0].total_bytes / GIB for row in rows]
     for place, total in enumerate(totals):
@@ -170,6 +172,7 @@ def _finish(axes: Axes, rows: Sequence[CapacityRow]) -> None:
     labels = [shape_of(row.best.split) if row.is_given and row.best else str(row.global_batch_size) for row in rows]
     axes.set_xticks(range(len(rows)), labels, rotation=90 if rows[0].is_given else 0)
     axes.set_xlim(-0.6, len(rows) - 0.4)
+    axes.yaxis.set_major_formatter("{x:,.4g}")
     axes.grid(axis="y", color="#dddddd", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
 
