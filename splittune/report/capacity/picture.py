@@ -33,6 +33,8 @@ PARTS = (
 )
 REST = ("allocator's reserve, update", "#CC79A7")
 BAR_WIDTH = 0.7
+# A bar above this part of its card has its label inside, where the line of the card's memory is not. A choice.
+NEAR_FULL = 0.75
 
 
 def draw(rows: Sequence[CapacityRow]) -> Figure:
@@ -122,12 +124,14 @@ def _draw_memory(axes: Axes, rows: Sequence[CapacityRow]) -> None:
         for label, amount, colour in _stack(row, device):
             axes.bar(place, amount, BAR_WIDTH, bottom=floor, color=colour, label=label, zorder=3)
             floor += amount
+        is_near_the_line = held > NEAR_FULL * memory.total_bytes / GIB
         axes.annotate(
             f"GPU {device}\n{held:.3g}",
             (place, held),
-            xytext=(0, 3),
+            xytext=(0, -4 if is_near_the_line else 3),
             textcoords="offset points",
             ha="center",
+            va="top" if is_near_the_line else "bottom",
             fontsize=8,
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
             zorder=5,
@@ -178,18 +182,17 @@ def _finish(axes: Axes, rows: Sequence[CapacityRow]) -> None:
 
 
 def _add_legend(figure: Figure, axes: Any) -> None:
-    """Two legends beside the columns, each with every label once."""
-    for line, is_upper in ((axes[0], True), (axes[1], False)):
-        handles: dict[str, Any] = {}
-        for each in line:
-            handles |= {label: handle for handle, label in zip(*each.get_legend_handles_labels(), strict=True)}
-        figure.legend(
-            list(handles.values())[::-1],
-            list(handles)[::-1],
-            loc="outside right upper" if is_upper else "outside right lower",
-            fontsize=8.5,
-            frameon=False,
-        )
+    """One legend beside the columns, each label once: the lines above, then the bars from their top."""
+    lines, bars = (_labelled(each) for each in axes)
+    handles = lines | dict(reversed(bars.items()))
+    figure.legend(list(handles.values()), list(handles), loc="outside right center", fontsize=8.5, frameon=False)
+
+
+def _labelled(axes: Any) -> dict[str, Any]:
+    handles: dict[str, Any] = {}
+    for each in axes:
+        handles |= {label: handle for handle, label in zip(*each.get_legend_handles_labels(), strict=True)}
+    return handles
 
 
 def _rate(row: CapacityRow) -> float | None:
