@@ -24,7 +24,7 @@ from splittune.errors import (
     WorkerError,
 )
 from splittune.parallel import BalancedDataParallel, accumulate, data_parallel
-from splittune.plan import Plan, plan
+from splittune.planning import Plan, plan
 from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.report import TuneResult

@@ -22,7 +22,7 @@ MAX_LINES = 400
 FLOORS = (
     ("__main__", "cli"),
     ("demo", "results"),
-    ("plan",),
+    ("planning",),
     ("foretelling", "options", "tuner", "verify"),
     ("report",),
     ("runners",),

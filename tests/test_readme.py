@@ -28,8 +28,8 @@ def test_the_arguments_it_names_exist():
 
 
 def test_it_is_short():
-    """It is read in one go: 130 to 160 lines; tables and stories stand elsewhere."""
-    assert 130 <= len(README.splitlines()) <= 160
+    """It is read in one go: 130 to 170 lines; tables and stories stand elsewhere."""
+    assert 130 <= len(README.splitlines()) <= 170
 
 
 def test_it_names_every_policy():

@@ -131,7 +131,7 @@ def trials_table(
     ms in 34 ms make 10 ms. Modelled, it is the median of micro-steps alone.
     """
     foretold = foretold or Foretold()
-    return _frame([_trial_row(trial, is_modelled, foretold) for trial in trials], _TRIALS_TYPES)
+    return frame_of([_trial_row(trial, is_modelled, foretold) for trial in trials], _TRIALS_TYPES)
 
 
 def devices_table(
@@ -168,7 +168,7 @@ def devices_table(
     kernels' own times.
     """
     names, foretold = {device.index: device.name for device in devices}, foretold or Foretold()
-    return _frame([row for trial in trials for row in _device_rows(trial, names, foretold)], _DEVICES_TYPES)
+    return frame_of([row for trial in trials for row in _device_rows(trial, names, foretold)], _DEVICES_TYPES)
 
 
 def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
@@ -212,9 +212,9 @@ def _trial_row(trial: TrialRecord, is_modelled: bool | None, foretold: Foretold)
         "least_headroom_bytes": None if fullest is None else fullest.headroom_bytes,
         "least_headroom_device": None if fullest is None else fullest.device,
         "num_alloc_retries": measurement.num_alloc_retries,
-        "reason": _in_one_line(trial.reason),
-        "notes": _in_one_line(" ".join(measurement.notes)),
-        "message": _in_one_line(measurement.message),
+        "reason": in_one_line(trial.reason),
+        "notes": in_one_line(" ".join(measurement.notes)),
+        "message": in_one_line(measurement.message),
     }
 
 
@@ -260,10 +260,12 @@ def _planned_cells(planned: DeviceMemory | None) -> dict[str, int | None]:
     }
 
 
-def _in_one_line(text: str) -> str:
+def in_one_line(text: str) -> str:
+    """Its words with single spaces between."""
     return " ".join(text.split())
 
 
-def _frame(rows: list[dict[str, Any]], types: Mapping[str, str]) -> pd.DataFrame:
+def frame_of(rows: list[dict[str, Any]], types: Mapping[str, str]) -> pd.DataFrame:
+    """The rows under the columns of `types`, in their order; what a row lacks is an empty cell."""
     # Objects first: read as numbers, an integer column with an absent cell would become floats.
     return pd.DataFrame(rows, columns=list(types), dtype=object).astype(dict(types))

@@ -130,3 +130,21 @@ def test_a_copy_without_values_asks_nothing_of_the_card():
     for figure in ("allocated_bytes.all.current", "reserved_bytes.all.current"):
         assert after[figure] == held[figure]
     assert after["allocated_bytes.all.peak"] == held["allocated_bytes.all.current"]
+
+
+def test_a_planned_config_trains_on_real_cards():
+    """Planned on virtual cards, it is wrapped over devices that are there, with a warning, and trains exactly."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    batch = torch.randn(12, 8), torch.randint(4, (12,))
+    alone = copy.deepcopy(model)
+    (search,) = plan(TrainingTask(model, [batch]), "3xRTX3090", max_trials=3, progress=False).searches
+    with pytest.warns(UserWarning, match="planned on virtual devices"):
+        wrapped = search.result.config.wrap(model, devices=CARDS)
+    for micro in search.result.config.micro_batches(batch, wrapped):
+        inputs, targets = micro.batch
+        loss = nn.functional.cross_entropy(wrapped(inputs), targets.to(wrapped.output_device)) * micro.weight
+        loss.backward()
+    nn.functional.cross_entropy(alone(batch[0]), batch[1]).backward()
+    for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), wanted.grad, rtol=1e-4, atol=1e-6)

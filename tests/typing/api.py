@@ -28,6 +28,7 @@ from splittune import (
     NoFeasibleSplitError,
     NvmlUnavailableError,
     Outcome,
+    Plan,
     SplitConfig,
     SplitSpace,
     SplittuneError,
@@ -38,6 +39,7 @@ from splittune import (
     WorkerError,
     accumulate,
     autotune,
+    plan,
     verify,
 )
 from splittune.hardware import CudaHardware, Device, DeviceMemory, Hardware, is_out_of_memory, resolve_hardware
@@ -51,6 +53,18 @@ loader = DataLoader(TensorDataset(torch.zeros(64, 4), torch.zeros(64, 1)), batch
 def the_package() -> None:
     assert_type(splittune.__version__, str)
     splittune.autotun  # type: ignore[attr-defined]
+
+
+def the_plan_of_the_readme() -> None:
+    task = TrainingTask(model, loader)
+    planned = plan(task, ["4xRTX3090"], global_batch_sizes=[64, 128], storage="runs/plan/plan.json", progress=False)
+    assert_type(planned, Plan)
+    assert_type(planned.save("runs/plan"), Path)
+    planned.plot().savefig("plan.svg")
+    result = planned.searches[0].result
+    if result is not None:
+        assert_type(result.config.wrap(model, devices=["cuda:0", "cuda:1"]), SplitModule)
+    plan(task)  # type: ignore[call-arg]
 
 
 def the_loop_of_the_readme() -> None:

@@ -1,0 +1,89 @@
+"""plan(): what a job would do on cards that are not here, told without doing its arithmetic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from splittune.hardware.virtual.script import NUM_TAPES
+from splittune.options import DEFAULT_MAX_TRIALS, headroom_for
+from splittune.planning.request import PlanRequest, checked_request
+from splittune.planning.result import Plan
+from splittune.planning.storage import FinishedRows
+from splittune.planning.sweep import planned_searches
+from splittune.profiling.measurement import Measurement
+from splittune.report.capacity.progress import PlanCallback, plan_callback_for
+from splittune.runners.replay import Scripts
+from splittune.runners.shapes import ShapeRunner
+from splittune.split import BatchSplit
+from splittune.training import TrainingTask
+
+
+def plan(
+    task: TrainingTask,
+    devices: str | Sequence[str],
+    *,
+    global_batch_sizes: Sequence[int] | None = None,
+    splits: Sequence[BatchSplit] | None = None,
+    min_headroom_bytes: int | Sequence[int] | None = None,
+    max_trials: int = DEFAULT_MAX_TRIALS,
+    storage: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Plan:
+    """Foretell memory and speed of a job on machines that are not here.
+
+    The job's own step is run over virtual cards on a copy that has shapes and no values, so that neither the arithmetic
+    nor the memory for its activations is needed (`ShapeRunner`). The job is left as it was found. Where the step needs
+    values it is run on real tensors, and `Plan.needs_values` says why.
+
+    Args:
+        task: the job, on the CPU.
+        devices: a machine, ``"4xRTX3090"``, or several, each as `autotune` takes it.
+        global_batch_sizes: each is searched on each machine for its best split; None for the loader's own size.
+        splits: exactly these are foretold instead. One that does not fit has no times, and its message says which card
+            lacks how much.
+        min_headroom_bytes: what every card must keep free at its peak; None for 5 % of what others leave.
+        max_trials: splits to search at most, for each machine and batch size.
+        storage: a file where finished machines and batch sizes are kept: a plan that was interrupted goes on there. A
+            job that was changed, other options or another version are searched anew. Given splits are not kept.
+        progress: show which machine and batch size is being planned, of how many.
+
+    Raises:
+        ConfigError: an argument cannot be used; all are looked at before any work.
+        DeviceError: an unknown card; the message names the nearest.
+    """
+    request = checked_request(
+        task,
+        devices,
+        global_batch_sizes=global_batch_sizes,
+        splits=splits,
+        min_headroom_bytes=min_headroom_bytes,
+        max_trials=max_trials,
+    )
+    callback = plan_callback_for(progress)
+    try:
+        if request.splits is not None:
+            return _foretell(request, request.splits, callback)
+        searches = tuple(planned_searches(request, callback, None if storage is None else FinishedRows(storage)))
+    finally:
+        callback.on_finish()
+    return Plan.of(searches)
+
+
+def _foretell(request: PlanRequest, splits: Sequence[BatchSplit], callback: PlanCallback) -> Plan:
+    found: list[Measurement] = []
+    needs_values = None
+    scripts = Scripts() if len(set(splits)) > NUM_TAPES else None  # of fewer none would be played
+    for machine, cards in zip(request.machines, request.hardware, strict=True):
+        runner = ShapeRunner(request.task, cards, scripts)
+        try:
+            job = runner.open(["output"])
+            headroom = headroom_for(job.cards, request.options.min_headroom_bytes)
+            profiler = runner.profiler(min_headroom_bytes=headroom, loss_placement="output")
+            for split in splits:
+                callback.on_split(machine.devices, split, len(found) + 1, len(splits) * len(request.machines))
+                found.append(profiler.measure(split))
+        finally:
+            runner.close()
+        needs_values = needs_values or runner.needs_values
+    return Plan(measurements=tuple(found), machines=request.machines, needs_values=needs_values)

@@ -1,0 +1,1 @@
+"""What people and spreadsheets read of a plan: rows, table, picture, console, progress."""
