@@ -25,9 +25,9 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ran: list[int] = []
     measure = ShapeRunner.measure
 
-    def counted(self: ShapeRunner, split: BatchSplit, *rest: Any) -> Measurement:
+    def counted(self: ShapeRunner, split: BatchSplit, *rest: Any, **options: Any) -> Measurement:
         ran.append(split.global_batch_size)
-        return measure(self, split, *rest)
+        return measure(self, split, *rest, **options)
 
     monkeypatch.setattr(ShapeRunner, "measure", counted)
     return ran
