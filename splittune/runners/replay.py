@@ -128,8 +128,13 @@ class Scripts:
 def _script(kind: ScriptKind, tape: Callable[[Sequence[int], int], Tape]) -> Script | None:
     taped = shards_to_tape(sum(kind.have_shards))
     every = [[next(shards) if has else 0 for has in kind.have_shards] for shards in map(iter, taped)]
+    tapes = [tape(shards, kind.num_micro_steps) for shards in every]
     try:
-        return Script([tape(shards, kind.num_micro_steps) for shards in every], taped)
+        return Script(tapes, taped)
+    except NotAffineError:
+        logger.debug("tapes differ; the first is made again, for torch does more where it meets an operation first")
+    try:
+        return Script([tape(every[0], kind.num_micro_steps), *tapes[1:]], taped)
     except NotAffineError as error:
         logger.warning(_NO_SCRIPT, error)
         return None
