@@ -88,20 +88,18 @@ def kernel_time_s(work: Work, gpu: GpuModel) -> float:
     """Seconds for one operation on `gpu`, modelled.
 
     It is a time for starting, one for the bytes at the published bandwidth and one for the FLOPs at the published peak,
-    each times a factor of the operation's class (`Efficiency`). Half-precision products use the half-precision peak;
-    float32 ones that of ordinary cores, though convolutions may use TF32, which published figures here do not say.
-    Worked: adding 1 GB to 1 GB elementwise on an RTX 3090 moves 3e9 bytes, 3.2 ms at 936e9 B/s; at 1.11 times that,
-    3.6 ms.
+    the latter two times factors of the operation's class (`Efficiency`). Half-precision products use the half-precision
+    peak, float32 ones that of ordinary cores: of TF32, which convolutions may use, the catalog's figures say nothing.
+    Worked: adding 1 GB to 1 GB elementwise on an RTX 3090 moves 3e9 bytes, 3.2 ms at 936e9 B/s, times the factor.
     """
     factors = EFFICIENCIES[work.kind]
-    time_s = KERNEL_S + work.num_bytes * factors.per_byte / gpu.memory_bandwidth_bytes_per_s
-    if not work.num_flops:
-        return time_s
+    bytes_s = work.num_bytes * factors.per_byte / gpu.memory_bandwidth_bytes_per_s
     depth, columns = max(work.depth, 1), max(work.num_columns, 1)
     per_flop = (
         factors.per_flop + factors.by_depth / depth + factors.by_columns / columns + factors.by_both / (depth * columns)
     )
-    return time_s + work.num_flops * per_flop / (gpu.half_flops_per_s if work.is_half else gpu.fp32_flops_per_s)
+    flops_s = work.num_flops * per_flop / (gpu.half_flops_per_s if work.is_half else gpu.fp32_flops_per_s)
+    return KERNEL_S + (math.hypot(bytes_s, flops_s) if factors.overlaps else bytes_s + flops_s)
 
 
 def work_of(
