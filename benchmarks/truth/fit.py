@@ -79,7 +79,7 @@ class Model:
         counts = np.concatenate([each.counts for each in workloads]).astype(float)
         works = [work for each in workloads for work in each.works]
         kinds = np.array([work.kind for work in works])
-        bytes_s = np.array([float(work.num_bytes) for work in works]) / _GPU.memory_bandwidth_bytes_per_s
+        bytes_s = np.array([float(work.moved_bytes) for work in works]) / _GPU.memory_bandwidth_bytes_per_s
         flops_s = np.array(
             [work.num_flops / (_GPU.half_flops_per_s if work.is_half else _GPU.fp32_flops_per_s) for work in works]
         )

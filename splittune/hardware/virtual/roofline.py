@@ -82,6 +82,13 @@ class Work(NamedTuple):
     """Of its products, if it has any: the terms of each sum."""
     num_columns: int = 0
     """Of its products: the sums for each sample or position."""
+    most_bytes: int = 0
+    """It moves no more than these, however much its tensors hold, for it reads a part of one; 0 for no such limit."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Worked: 10 rows of 1 KiB taken from a table of 1 MiB are read at twice their size, and written: 30 KiB."""
+        return min(self.num_bytes, self.most_bytes) if self.most_bytes else self.num_bytes
 
 
 def kernel_time_s(work: Work, gpu: GpuModel) -> float:
@@ -93,7 +100,7 @@ def kernel_time_s(work: Work, gpu: GpuModel) -> float:
     Worked: adding 1 GB to 1 GB elementwise on an RTX 3090 moves 3e9 bytes, 3.2 ms at 936e9 B/s, times the factor.
     """
     factors = EFFICIENCIES[work.kind]
-    bytes_s = work.num_bytes * factors.per_byte / gpu.memory_bandwidth_bytes_per_s
+    bytes_s = work.moved_bytes * factors.per_byte / gpu.memory_bandwidth_bytes_per_s
     depth, columns = max(work.depth, 1), max(work.num_columns, 1)
     per_flop = (
         factors.per_flop + factors.by_depth / depth + factors.by_columns / columns + factors.by_both / (depth * columns)
@@ -115,9 +122,6 @@ def work_of(
     written = _once((*outputs, *(tensor for at in operator.writes_lists for tensor in args[at])))
     read = [] if operator.fills else _once(inputs)
     num_written = sum(map(_extent, written))
-    num_read = sum(map(_extent, read))
-    if operator.reads_a_part:
-        num_read = min(num_read, 2 * num_written)
     num_flops = count_flops(func, args, kwargs, out) if operator.has_flops else 0
     kind, depth, num_columns = operator.kind, 0, 0
     if num_flops:
@@ -129,10 +133,11 @@ def work_of(
     return Work(
         kind=kind,
         num_flops=num_flops,
-        num_bytes=num_read + num_written,
+        num_bytes=sum(map(_extent, read)) + num_written,
         is_half=num_flops > 0 and any(tensor.dtype in _HALF for tensor in (*inputs, *outputs)),
         depth=depth,
         num_columns=num_columns,
+        most_bytes=3 * num_written if operator.reads_a_part else 0,
     )
 
 

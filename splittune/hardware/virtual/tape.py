@@ -22,7 +22,7 @@ Kind = Literal["allocate", "free", "launch", "transfer", "hop", "collective", "w
 class Event(NamedTuple):
     """One thing that happened: what, where, and how much.
 
-    Worked: ``Event("launch", (1,), Work(num_flops=0, num_bytes=4096, is_half=False))`` is a kernel on device 1, and
+    Worked: ``Event("launch", (1,), Work("copy", num_flops=0, num_bytes=4096))`` is a kernel on device 1, and
     ``Event("free", (0, 17), ())`` gives the block back that the tape's 18th allocation took on device 0.
     """
 

@@ -161,7 +161,7 @@ X, IMAGES = torch.ones(4, 8), torch.ones(2, 4, 6, 6)
         (lambda: X.to(torch.float16), Work("copy", 0, 128 + 64)),
         (lambda: X.t().contiguous(), Work("transposition", 0, 128 + 128)),
         (lambda: X + torch.ones(8, 4).t(), Work("transposition", 0, 3 * 128)),
-        (lambda: X[torch.tensor([0, 1])], Work("indexing", 0, 2 * 64 + 64)),  # the rows, not the whole
+        (lambda: X[torch.tensor([0, 1])], Work("indexing", 0, 128 + 16 + 64, most_bytes=3 * 64)),  # rows of a whole
         (lambda: torch._foreach_add_([X.clone(), X.clone()], 1.0), Work("update", 0, 2 * 128 + 2 * 128)),
         (lambda: X @ X.t(), Work("product", 2 * 4 * 8 * 4, 2 * 128 + 64, depth=8, num_columns=4)),
         (
