@@ -227,6 +227,11 @@ def _product_of(kind: Kind, func: Any, args: Sequence[Any]) -> tuple[Kind, int, 
     if kind in ("product", "batched product"):
         left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
         return kind, left.shape[-1], right.shape[-1]
+    if kind == "attention":
+        # Half its products sum over a head's width, the others have so many columns; over the sequence goes the rest,
+        # which is long. So for all of them either is twice as much in the mean.
+        width = next(arg for arg in args if isinstance(arg, Tensor)).shape[-1]
+        return kind, 2 * width, 2 * width
     return kind, 0, 0
 
 
