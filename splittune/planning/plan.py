@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from splittune.hardware.virtual.script import NUM_TAPES
 from splittune.options import DEFAULT_MAX_TRIALS, headroom_for
 from splittune.planning.request import PlanRequest, checked_request
 from splittune.planning.result import Plan
@@ -17,6 +16,9 @@ from splittune.runners.replay import Scripts
 from splittune.runners.shapes import ShapeRunner
 from splittune.split import BatchSplit
 from splittune.training import TrainingTask
+
+# To tape a trial and run a short one takes as long as so many in full.
+FEW_SPLITS = 2
 
 
 def plan(
@@ -73,7 +75,7 @@ def plan(
 def _foretell(request: PlanRequest, splits: Sequence[BatchSplit], callback: PlanCallback) -> Plan:
     found: list[Measurement] = []
     needs_values = None
-    scripts = Scripts() if len(set(splits)) > NUM_TAPES else None  # of fewer none would be played
+    scripts = Scripts() if len(set(splits)) > FEW_SPLITS else None
     for machine, cards in zip(request.machines, request.hardware, strict=True):
         runner = ShapeRunner(request.task, cards, scripts)
         try:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
 
 from splittune.hardware.virtual import VirtualHardware
-from splittune.hardware.virtual.script import NUM_TAPES, NotAffineError, Player, Script, shards_to_tape
+from splittune.hardware.virtual.script import Lines, NotAffineError, Player, Script, shards_to_tape
 from splittune.hardware.virtual.tape import Tape, TapedHardware
-from splittune.profiling.measurement import LossPlacement, Measurement
+from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, LossPlacement, Measurement
 from splittune.profiling.pacing import Step
 from splittune.profiling.profiler import Profiler
 from splittune.split import BatchSplit
@@ -23,6 +22,8 @@ logger = logging.getLogger(__name__)
 TOLERANCE = 0.005
 """By how much a script may err, relative to a run in full, in step time and in peaks. A choice: a fifth of the least
 headroom that is demanded by default, and less than models of cards err by."""
+# Accumulation steps of a tape that has every kind of micro-step.
+_MOST_KINDS = KINDS_OF_MICRO_STEP
 _NO_SCRIPT = "The step does not do the same at every batch size, so each split is run in full: %s."
 
 
@@ -57,8 +58,7 @@ class PlayingProfiler(Profiler):
     def start(self, split: BatchSplit) -> Step:
         hardware = self.hardware
         assert isinstance(hardware, VirtualHardware)
-        active = [size for size in split.shard_sizes if size]
-        return _Played(split, Player(self.script, hardware.ledger, active))
+        return _Played(split, Player(self.script, hardware.ledger, split.shard_sizes))
 
 
 class ScriptKind(NamedTuple):
@@ -74,27 +74,21 @@ class ScriptKind(NamedTuple):
     def of(cls, split: BatchSplit, placement: LossPlacement) -> ScriptKind:
         return cls(placement, tuple(size > 0 for size in split.shard_sizes), 2 if split.accumulation_steps == 2 else 3)
 
-    @property
-    def is_rare(self) -> bool:
-        """Whether a search seldom asks for more of them than have to be taped."""
-        return not all(self.have_shards) or self.num_micro_steps == 2
-
 
 class Scripts:
     """Scripts of one job, each made when the first split that it can tell is asked for.
 
-    There is one for each `ScriptKind`: `NUM_TAPES` trials are taped for it. Rare kinds get theirs from the third split
-    on; until then a trial in full takes less.
-
-    Where tapes differ by more than amounts, because the model takes another way with other batch sizes, there is no
-    script, and trials are run in full. The same goes from the moment that a trial run in full gives another result than
-    the script did: so the first best split of a search is looked at twice.
+    There is one for each `ScriptKind`, from a tape of its own. Two more tapes for each placement of the loss and number
+    of cards, one short and one that is a script's too, say how amounts follow from the shards. Where these differ by
+    more than amounts, because the model takes another way with other batch sizes, there are no scripts, and trials are
+    run in full. The same goes from the moment that a trial run in full gives another result than the script did: so the
+    first best split of a search is looked at twice.
     """
 
     def __init__(self) -> None:
         self._made: dict[ScriptKind, Script | None] = {}
+        self._lines: dict[tuple[LossPlacement, int], Lines | None] = {}
         self._checked: set[ScriptKind] = set()
-        self._asked: dict[ScriptKind, set[BatchSplit]] = defaultdict(set)
         self._played: set[tuple[LossPlacement, BatchSplit]] = set()
 
     def script_for(
@@ -102,14 +96,33 @@ class Scripts:
     ) -> Script | None:
         """The script that tells what `split` does, by way of ``tape(shard_sizes, accumulation_steps)``; or None."""
         kind = ScriptKind.of(split, placement)
-        self._asked[kind].add(split)
-        if kind.is_rare and len(self._asked[kind]) <= NUM_TAPES:
-            return None
         if kind not in self._made:
-            self._made[kind] = _script(kind, tape)
+            lines = self._lines_for(placement, split.num_devices, tape)
+            if kind not in self._made:  # the lines' tape may have been its own
+                self._made[kind] = None if lines is None else _script(kind, lines, tape)
         if self._made[kind] is not None:
             self._played.add((placement, split))
         return self._made[kind]
+
+    def _lines_for(
+        self, placement: LossPlacement, num_devices: int, tape: Callable[[Sequence[int], int], Tape]
+    ) -> Lines | None:
+        key = placement, num_devices
+        if key not in self._lines:
+            self._lines[key] = None
+            small, large = shards_to_tape(num_devices)
+            short, whole = tape(small, 1), tape(large, _MOST_KINDS)
+            try:
+                try:
+                    lines = Lines([short, whole], [small, large])
+                except NotAffineError:  # where torch meets an operation first it does more: once again
+                    lines = Lines([tape(small, 1), whole], [small, large])
+            except NotAffineError as error:
+                logger.warning(_NO_SCRIPT, error)
+                return None
+            self._lines[key] = lines
+            self._made[ScriptKind(placement, (True,) * num_devices, _MOST_KINDS)] = Script(whole, large, lines)
+        return self._lines[key]
 
     def checked(self, measurement: Measurement, in_full: Callable[[], Measurement]) -> Measurement:
         """The measurement, run in full where it came from a script that was not held against a run in full before."""
@@ -120,24 +133,16 @@ class Scripts:
         self._checked.add(kind)
         difference = _difference(measurement, whole)
         if difference is not None:
-            self._made[kind] = None
+            self._lines = dict.fromkeys(self._lines)
+            self._made = dict.fromkeys(self._made)
             logger.warning(_NO_SCRIPT, difference)
         return whole
 
 
-def _script(kind: ScriptKind, tape: Callable[[Sequence[int], int], Tape]) -> Script | None:
-    taped = shards_to_tape(sum(kind.have_shards))
-    every = [[next(shards) if has else 0 for has in kind.have_shards] for shards in map(iter, taped)]
-    tapes = [tape(shards, kind.num_micro_steps) for shards in every]
-    try:
-        return Script(tapes, taped)
-    except NotAffineError:
-        logger.debug("tapes differ; the first is made again, for torch does more where it meets an operation first")
-    try:
-        return Script([tape(every[0], kind.num_micro_steps), *tapes[1:]], taped)
-    except NotAffineError as error:
-        logger.warning(_NO_SCRIPT, error)
-        return None
+def _script(kind: ScriptKind, lines: Lines, tape: Callable[[Sequence[int], int], Tape]) -> Script:
+    _, large = shards_to_tape(len(kind.have_shards))
+    shards = [size if has else 0 for size, has in zip(large, kind.have_shards, strict=True)]
+    return Script(tape(shards, kind.num_micro_steps), shards, lines)
 
 
 def _difference(played: Measurement, whole: Measurement) -> str | None:

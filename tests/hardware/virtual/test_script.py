@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from math import gcd
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from splittune.hardware.virtual.catalog import find_gpu
 from splittune.hardware.virtual.ledger import Ledger
 from splittune.hardware.virtual.roofline import Work, kernel_time_s
-from splittune.hardware.virtual.script import NotAffineError, Player, Script, shards_to_tape
+from splittune.hardware.virtual.script import Lines, NotAffineError, Player, Script, shards_to_tape
 from splittune.hardware.virtual.tape import Tape
 from splittune.units import GIB
 
@@ -22,7 +23,12 @@ def tape_of(*amounts: int) -> Tape:
     tape = Tape()
     for amount in amounts:
         tape.note("allocate", (0,), (amount,))
+    tape.cut()
     return tape
+
+
+def script_of(tapes: Sequence[Tape], shard_sizes: Sequence[Sequence[int]]) -> Script:
+    return Script(tapes[-1], shard_sizes[-1], Lines(tapes, shard_sizes))
 
 
 def played(script: Script, shard_sizes: tuple[int, ...]) -> Ledger:
@@ -55,7 +61,7 @@ def test_amounts_follow_the_shard_or_the_sum_that_made_them(
     """Whatever its line, an amount is found again for other shards."""
     taped = shards_to_tape(4)
     values = [(*sizes, sum(sizes))[variable] for sizes in taped]
-    script = Script([tape_of(constant + each * value) for value in values], taped)
+    script = script_of([tape_of(constant + each * value) for value in values], taped)
     (cue,) = script.parts[0]
     amount = cue.amounts[0]
     assert amount.constant + amount.each * (*shards, sum(shards))[amount.variable] == (
@@ -68,11 +74,14 @@ def test_a_script_allocates_frees_and_launches_what_the_shards_ask_for() -> None
     taped = shards_to_tape(1)
     tapes = []
     for (size,) in taped:
-        tape = tape_of(1024 * size, 2**21)
+        tape = Tape()
+        tape.note("allocate", (0,), (1024 * size,))
+        tape.note("allocate", (0,), (2**21,))
         tape.note("launch", (0,), Work(kind="copy", num_flops=0, num_bytes=1024 * size))
         tape.note("free", (0, 1))
+        tape.cut()
         tapes.append(tape)
-    ledger = played(Script(tapes, taped), (5,))
+    ledger = played(script_of(tapes, taped), (5,))
     assert ledger.allocators[0].allocated_bytes == 5 * 1024
     assert ledger.allocators[0].peak_allocated_bytes == 5 * 1024 + 2**21
     work = Work(kind="copy", num_flops=0, num_bytes=5 * 1024)
@@ -83,14 +92,14 @@ def test_a_script_allocates_frees_and_launches_what_the_shards_ask_for() -> None
     ("amounts", "words"),
     [
         ([(3 * 3,), (104 * 104,)], "which is no line"),
-        ([(7,), (8,)], "amounts of allocate are 7, 8"),
+        ([(7,), (8,)], "amounts of allocate are 7 and 8"),
         ([(8,), (8, 8)], "1 or 2 events"),
     ],
 )
 def test_what_follows_no_line_is_refused(amounts: list[tuple[int, ...]], words: str) -> None:
     """A square of the shard, an amount that grows by no whole number, and one event more."""
     with pytest.raises(NotAffineError, match=words):
-        Script([tape_of(*each) for each in amounts], shards_to_tape(1))
+        Lines([tape_of(*each) for each in amounts], shards_to_tape(1))
 
 
 def test_other_events_at_the_same_place_are_refused() -> None:
@@ -98,5 +107,18 @@ def test_other_events_at_the_same_place_are_refused() -> None:
     one, other = Tape(), Tape()
     one.note("wait_for", (0,))
     other.note("wait_for", (1,))
+    one.cut()
+    other.cut()
     with pytest.raises(NotAffineError, match=r"wait_for at \(0,\) or wait_for at \(1,\)"):
-        Script([one, other], shards_to_tape(2))
+        Lines([one, other], shards_to_tape(2))
+
+
+def test_an_amount_that_no_line_knows_stays_as_it_is() -> None:
+    """What a tape has behind the end of the shorter one is looked up there, and else taken for a constant."""
+    small, large = shards_to_tape(1)
+    short, whole = (tape_of(1024 * size) for (size,) in (small, large))
+    for amount in (1024 * large[0], 4097):
+        whole.note("allocate", (0,), (amount,))
+    whole.cut()
+    script = Script(whole, large, Lines([short, whole], [small, large]))
+    assert [cue.amounts[0].at((5, 5)) for cue in script.parts[1]] == [5 * 1024, 4097]
