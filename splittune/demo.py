@@ -78,13 +78,21 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """Predicts the next byte: (N, T) int64 to logits (N, T, 256)."""
 
-    def __init__(self, *, width: int = 128, num_layers: int = 4, num_heads: int = 4, context: int = 64) -> None:
+    def __init__(
+        self,
+        *,
+        width: int = 128,
+        num_layers: int = 4,
+        num_heads: int = 4,
+        context: int = 64,
+        num_tokens: int = NUM_BYTE_VALUES,
+    ) -> None:
         super().__init__()
-        self.embed_byte = nn.Embedding(NUM_BYTE_VALUES, width)
+        self.embed_byte = nn.Embedding(num_tokens, width)
         self.embed_position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(width)
-        self.to_logits = nn.Linear(width, NUM_BYTE_VALUES)
+        self.to_logits = nn.Linear(width, num_tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -92,6 +100,37 @@ class ByteGPT(nn.Module):
             self.norm(self.blocks(self.embed_byte(tokens) + self.embed_position(positions)))
         )
         return logits
+
+
+class GPT2(nn.Module):
+    """GPT-2 in its smallest size, which gives its own loss: two (N, T) int64, of tokens and of those that follow."""
+
+    def __init__(self, *, context: int = 1024) -> None:
+        super().__init__()
+        self.to_logits = ByteGPT(width=768, num_layers=12, num_heads=12, context=context, num_tokens=50_257)
+        self.to_logits.to_logits = nn.Linear(768, 50_257, bias=False)
+        self.to_logits.to_logits.weight = self.to_logits.embed_byte.weight  # 124 million parameters in all
+
+    def forward(self, tokens: Tensor, following: Tensor) -> Tensor:
+        return functional.cross_entropy(self.to_logits(tokens).flatten(0, 1), following.flatten())
+
+
+def gpt2(batch_size: int = 64) -> TrainingTask:
+    """A job of real size to plan with: GPT-2 (124 million parameters) at 1,024 tokens, AdamW, in bfloat16.
+
+    ``splittune plan splittune/demo.py:gpt2 --devices 4xRTX3090``. Its tokens are bytes, of which a plan reads the
+    sizes alone.
+    """
+
+    def step(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        loss: Tensor = model(*batch)
+        return loss
+
+    model = GPT2()
+    loader = DataLoader(StandardLibraryText(1024), batch_size=batch_size)
+    return TrainingTask(
+        model, loader, optimizer=torch.optim.AdamW(model.parameters()), step_fn=step, autocast_dtype=torch.bfloat16
+    )
 
 
 def byte_gpt(

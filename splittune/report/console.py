@@ -10,7 +10,7 @@ from rich.console import Console
 from splittune.report.explain import facts_of, remedy_of, risks_of
 from splittune.report.foretold import describe_foretold
 from splittune.report.like_devices import like_devices
-from splittune.report.words import gpus, rate_of, shares_of
+from splittune.report.words import describe_model_error, gpus, rate_of, shares_of
 from splittune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def show_result(result: TuneResult, console: Console, *, verbose: bool = False) 
         _print_prose(f"For more: {remedy}.", console)
     if result.foretold is not None:
         _print_prose(describe_foretold(result.foretold, result.best), console)
+    if result.config.is_modelled:
+        _print_prose(describe_model_error(), console)
 
 
 def show_notes(result: TuneResult, console: Console) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from splittune.report.diagnosis import Advice, Diagnosis, Remedy, diagnose
 from splittune.report.memory_parts import MemoryParts
-from splittune.report.words import count_of, gpus
+from splittune.report.words import count_of, describe_model_error, gpus
 from splittune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def paragraph_of(diagnosis: Diagnosis) -> str:
         _bought(diagnosis),
         _steps_limit(diagnosis),
         _advice(diagnosis),
-        "The cards are virtual: memory is accounted, not measured." if diagnosis.is_modelled else "",
+        f"The cards are virtual. {describe_model_error()}" if diagnosis.is_modelled else "",
     )
     return " ".join(sentence for sentence in sentences if sentence)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splittune.report.capacity.row import best_row
-from splittune.report.words import count_of, rate_of, shape_of
+from splittune.report.words import count_of, describe_model_error, rate_of, shape_of
 from splittune.units import format_bytes, format_time
 
 if TYPE_CHECKING:
@@ -72,11 +72,6 @@ def notes_of(rows: Sequence[CapacityRow]) -> list[str]:
         f"{row.devices}, batch {row.global_batch_size}: {row.message}" for row in rows if not row.fits and row.message
     ]
     return [*lacking, describe_model_error()]
-
-
-def describe_model_error() -> str:
-    """What is known of how far the modelled figures are off; the one place where that sentence is made."""
-    return "Times are modelled and memory is accounted; no card has measured these figures."
 
 
 def files_line(folder: Path, written: Sequence[Path]) -> str:
