@@ -108,12 +108,9 @@ class Timeline:
         """The launching thread reads a value from `device` and stands still until it is there."""
         self.launched_s[device] = max(self.launched_s[device], self.finished_s[device])
 
-    def wait_for_all(self) -> float:
-        """Every thread waits for every device; seconds since the start at which they go on."""
-        now = max(*self.launched_s, *self.finished_s, *self.sent_s, *self.received_s)
-        self.launched_s = [now] * len(self._gpus)
-        self.finished_s = [now] * len(self._gpus)
-        return now
+    def end_s(self) -> float:
+        """Seconds since the start at which every device has finished what it was given so far."""
+        return max(*self.launched_s, *self.finished_s, *self.sent_s, *self.received_s)
 
     @contextmanager
     def replica(self, device: int, num_replicas: int) -> Iterator[None]:

@@ -338,3 +338,19 @@ def test_a_further_module_lives_on_gpu_0() -> None:
         assert hardware.allocated_bytes() == (2 * 4 * 256 * 256 + 4 * 256, 0)
         hardware.adopt(nn.Sequential(nn.Linear(256, 256)))  # of a tree each module by itself
         assert hardware.allocated_bytes() == (2 * 4 * 256 * 256 + 4 * 256, 0)
+
+
+def test_reading_the_clock_changes_no_time():
+    """What is timed in parts takes as long together as unwatched: nobody waits for the devices in between."""
+
+    def seconds(num_readings):
+        hardware = resolve_hardware("2xT400-4GB")
+        with hardware.metered():
+            model = hardware.wrap(nn.Linear(64, 64), split(4, 4))
+            for number in range(8):
+                model(torch.ones(8, 64)).sum().backward()
+                if number < num_readings:
+                    hardware.clock()
+            return hardware.clock()
+
+    assert seconds(8) == seconds(0)

@@ -19,7 +19,7 @@ def test_tiny_kernels_are_bound_by_their_launches():
     one = timeline(1)
     for _ in range(100):
         one.launch(0, 1e-6)
-    assert one.wait_for_all() == pytest.approx(100 * LAUNCH_S + 1e-6)
+    assert one.end_s() == pytest.approx(100 * LAUNCH_S + 1e-6)
     assert one.busy_s == [pytest.approx(100e-6)]
 
 
@@ -28,7 +28,7 @@ def test_long_kernels_hide_their_launches():
     one = timeline(1)
     for _ in range(100):
         one.launch(0, 1e-3)
-    assert one.wait_for_all() == pytest.approx(LAUNCH_S + 0.1)
+    assert one.end_s() == pytest.approx(LAUNCH_S + 0.1)
 
 
 def test_replicas_overlap_on_their_devices():
@@ -37,7 +37,7 @@ def test_replicas_overlap_on_their_devices():
     for device in range(2):
         with both.replica(device, 2):
             both.launch(device, 1.0)
-    assert both.wait_for_all() == pytest.approx(1.0, abs=3 * LAUNCH_S)
+    assert both.end_s() == pytest.approx(1.0, abs=3 * LAUNCH_S)
     assert both.busy_s == [1.0, 1.0]
 
 
@@ -49,7 +49,7 @@ def test_replicas_share_one_interpreter(num_replicas):
         with many.replica(device, num_replicas):
             for _ in range(50):
                 many.launch(device, 0.0)
-    assert many.wait_for_all() == pytest.approx(num_replicas * 50 * LAUNCH_S)
+    assert many.end_s() == pytest.approx(num_replicas * 50 * LAUNCH_S)
 
 
 def test_the_caller_goes_on_after_the_slowest_replica():
@@ -82,7 +82,7 @@ def test_a_backward_pass_shares_nothing():
     for device in range(2):
         for _ in range(50):
             both.launch(device, 0.0)
-    assert both.wait_for_all() == pytest.approx(50 * LAUNCH_S)
+    assert both.end_s() == pytest.approx(50 * LAUNCH_S)
 
 
 def test_a_failed_replica_leaves_the_next_forward_whole():
@@ -95,7 +95,7 @@ def test_a_failed_replica_leaves_the_next_forward_whole():
             for _ in range(10):
                 three.launch(device, 0.0)
     three.launch(0, 0.0)
-    assert three.wait_for_all() == pytest.approx(31 * LAUNCH_S)
+    assert three.end_s() == pytest.approx(31 * LAUNCH_S)
 
 
 def test_a_transfer_takes_the_slower_link_and_both_ends():
@@ -108,7 +108,7 @@ def test_a_transfer_takes_the_slower_link_and_both_ends():
     assert pair.finished_s == [pytest.approx(end, abs=LAUNCH_S)] * 2
     pair.launch(0, 0.5)
     pair.launch(1, 0.5)
-    assert pair.wait_for_all() == pytest.approx(end + 0.5, abs=LAUNCH_S)
+    assert pair.end_s() == pytest.approx(end + 0.5, abs=LAUNCH_S)
     assert pair.link_bytes == [31_500_000, 31_500_000]
     assert pair.busy_s == [1.5, 0.5]  # a copy is no kernel
 
@@ -127,7 +127,7 @@ def test_copies_that_share_a_device_follow_one_another():
     four = timeline(4)
     for device in (1, 2, 3):
         four.transfer(0, device, 31_500_000)
-    assert four.wait_for_all() == pytest.approx(3 * (1e-3 + TRANSFER_LATENCY_S) + LAUNCH_S, abs=2 * LAUNCH_S)
+    assert four.end_s() == pytest.approx(3 * (1e-3 + TRANSFER_LATENCY_S) + LAUNCH_S, abs=2 * LAUNCH_S)
 
 
 def test_what_is_sent_is_launched_after_the_sender():
@@ -147,7 +147,7 @@ def test_reading_a_value_stops_the_launching_thread():
     assert one.launched_s == [pytest.approx(2 * LAUNCH_S)]
     one.wait_for(0)
     one.launch(0, 0.0)
-    assert one.wait_for_all() == pytest.approx(1.0 + 2 * LAUNCH_S)
+    assert one.end_s() == pytest.approx(1.0 + 2 * LAUNCH_S)
 
 
 DEVICES = st.integers(0, 2)
@@ -171,7 +171,7 @@ def test_time_only_goes_forward_and_repeats(events):
             before = [*three.launched_s, *three.finished_s]
             getattr(three, name)(*rest)
             assert all(now >= then for now, then in zip([*three.launched_s, *three.finished_s], before, strict=True))
-        end = three.wait_for_all()
+        end = three.end_s()
         assert max(three.busy_s) <= end + 1e-12
         return end, *three.busy_s
 
@@ -186,7 +186,7 @@ def test_a_hop_goes_on_beside_kernels():
     for device in range(2):
         both.launch(device, 1.0)
         both.wait_until(device, end_s)
-    assert both.wait_for_all() == pytest.approx(1.0, abs=3 * LAUNCH_S)
+    assert both.end_s() == pytest.approx(1.0, abs=3 * LAUNCH_S)
 
 
 def test_a_hop_begins_when_both_ends_have_come_to_it():
@@ -211,7 +211,7 @@ def test_nothing_is_over_before_the_last_hop():
     """A clock that is read waits for what is under way, though no device was told to."""
     both = timeline()
     end_s = both.hop(0, 1, 31_500_000)
-    assert both.wait_for_all() == end_s
+    assert both.end_s() == end_s
 
 
 def test_an_input_comes_while_the_device_is_at_work():
@@ -221,7 +221,7 @@ def test_an_input_comes_while_the_device_is_at_work():
     one.transfer(None, 0, 31_500_000)
     assert one.received_s[0] == pytest.approx(1e-3, abs=5e-5)
     one.launch(0, 1.0)
-    assert one.wait_for_all() == pytest.approx(2.0, abs=1e-4)
+    assert one.end_s() == pytest.approx(2.0, abs=1e-4)
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])
