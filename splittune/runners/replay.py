@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
 
+from splittune.fakes import NEEDS_VALUES
 from splittune.hardware.virtual import VirtualHardware
 from splittune.hardware.virtual.script import Lines, NotAffineError, Player, Script, shards_to_tape
 from splittune.hardware.virtual.tape import Tape, TapedHardware
@@ -20,8 +21,8 @@ from splittune.split import BatchSplit
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.005
-"""By how much a script may err, relative to a run in full, in step time and in peaks. A choice: a fifth of the least
-headroom that is demanded by default, and less than models of cards err by."""
+"""By how much a script may err, relative to a run in full, in step time and in peaks. A choice: a tenth of the headroom
+that is demanded by default, and less than models of cards err by."""
 # Accumulation steps of a tape that has every kind of micro-step.
 _MOST_KINDS = KINDS_OF_MICRO_STEP
 _NO_SCRIPT = "The step does not do the same at every batch size, so each split is run in full: %s."
@@ -79,10 +80,11 @@ class Scripts:
     """Scripts of one job, each made when the first split that it can tell is asked for.
 
     There is one for each `ScriptKind`, from a tape of its own. Two more tapes for each placement of the loss and number
-    of cards, one short and one that is a script's too, say how amounts follow from the shards. Where these differ by
-    more than amounts, because the model takes another way with other batch sizes, there are no scripts, and trials are
-    run in full. The same goes from the moment that a trial run in full gives another result than the script did: so the
-    first best split of a search is looked at twice.
+    of cards, one short and one that is a script's too, say how amounts follow from the shards.
+
+    Where these differ by more than amounts, because the model takes another way with other batch sizes, or refuses
+    those of a tape, there are no scripts, and trials are run in full. The same goes from the moment that a trial run in
+    full gives another result than the script did: so the first best split of a search is looked at twice.
     """
 
     def __init__(self) -> None:
@@ -97,9 +99,13 @@ class Scripts:
         """The script that tells what `split` does, by way of ``tape(shard_sizes, accumulation_steps)``; or None."""
         kind = ScriptKind.of(split, placement)
         if kind not in self._made:
-            lines = self._lines_for(placement, split.num_devices, tape)
-            if kind not in self._made:  # the lines' tape may have been its own
-                self._made[kind] = None if lines is None else _script(kind, lines, tape)
+            try:
+                lines = self._lines_for(placement, split.num_devices, tape)
+                if kind not in self._made:  # the lines' tape may have been its own
+                    self._made[kind] = None if lines is None else _script(kind, lines, tape)
+            except NotAffineError as error:
+                self._made[kind] = None
+                logger.warning(_NO_SCRIPT, error)
         if self._made[kind] is not None:
             self._played.add((placement, split))
         return self._made[kind]
@@ -111,15 +117,11 @@ class Scripts:
         if key not in self._lines:
             self._lines[key] = None
             small, large = shards_to_tape(num_devices)
-            short, whole = tape(small, 1), tape(large, _MOST_KINDS)
+            short, whole = _taped(tape, small, 1), _taped(tape, large, _MOST_KINDS)
             try:
-                try:
-                    lines = Lines([short, whole], [small, large])
-                except NotAffineError:  # where torch meets an operation first it does more: once again
-                    lines = Lines([tape(small, 1), whole], [small, large])
-            except NotAffineError as error:
-                logger.warning(_NO_SCRIPT, error)
-                return None
+                lines = Lines([short, whole], [small, large])
+            except NotAffineError:  # where torch meets an operation first it does more: once again
+                lines = Lines([_taped(tape, small, 1), whole], [small, large])
             self._lines[key] = lines
             self._made[ScriptKind(placement, (True,) * num_devices, _MOST_KINDS)] = Script(whole, large, lines)
         return self._lines[key]
@@ -142,7 +144,20 @@ class Scripts:
 def _script(kind: ScriptKind, lines: Lines, tape: Callable[[Sequence[int], int], Tape]) -> Script:
     _, large = shards_to_tape(len(kind.have_shards))
     shards = [size if has else 0 for size, has in zip(large, kind.have_shards, strict=True)]
-    return Script(tape(shards, kind.num_micro_steps), shards, lines)
+    return Script(_taped(tape, shards, kind.num_micro_steps), shards, lines)
+
+
+def _taped(tape: Callable[[Sequence[int], int], Tape], shard_sizes: Sequence[int], accumulation_steps: int) -> Tape:
+    """The tape; a job that fails at these sizes, which nobody asked for, is none of a script's."""
+    try:
+        return tape(shard_sizes, accumulation_steps)
+    except NEEDS_VALUES:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise NotAffineError(
+            f"with shards of {tuple(shard_sizes)} it raised {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _difference(played: Measurement, whole: Measurement) -> str | None:

@@ -145,6 +145,22 @@ def test_a_step_whose_tapes_are_no_lines_is_run_in_full(caplog: pytest.LogCaptur
     assert first == profiler_of(job_with(contrastive_step), None).measure(split)
 
 
+def picky_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    if len(batch[0]) > 100:
+        raise ValueError("at most 100 samples")
+    return model(batch[0]).square().mean()
+
+
+def test_a_job_that_refuses_the_sizes_of_a_tape_is_run_in_full(caplog: pytest.LogCaptureFixture) -> None:
+    """What it raises at a size of ours is no fault of the split; at one of the user's own it is raised."""
+    with caplog.at_level(logging.WARNING):
+        found, _ = measured_twice(job_with(picky_step), split_of(1, 4, 4, 4))
+    assert found.outcome is Outcome.OK
+    assert "raised ValueError: at most 100 samples" in caplog.text
+    with pytest.raises(ValueError, match="at most 100 samples"):
+        measured_twice(job_with(picky_step), split_of(1, 40, 40, 40))
+
+
 def test_a_script_that_does_not_hold_is_noticed_by_the_trial_in_full(caplog: pytest.LogCaptureFixture) -> None:
     """What is confirmed at the end of a search is run in full, and drops a script that said something else."""
     split = split_of(1, 900, 900, 900)
