@@ -38,7 +38,7 @@ def test_another_gpu0_is_named_as_devices_takes_it() -> None:
     virtual = paragraph(job, 4, 22, 22, is_modelled=True)
     assert "name it, a CARD2, first in `devices`" in virtual
     assert "cuda" not in virtual
-    assert "memory is accounted, not measured" in virtual
+    assert "Memory is accounted and time modelled" in virtual
 
 
 def test_what_to_close_and_how_much_it_holds() -> None:
