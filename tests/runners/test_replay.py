@@ -89,7 +89,10 @@ def test_any_split_is_played_as_it_would_run(steps: int, shards: tuple[int, int,
     """Cards without a shard, shards of one sample, and those that do not fit among them."""
     played, full = pair_of_profilers()
     split = split_of(steps, *shards)
-    assert played.measure(split) == full.measure(split)
+    found, expected = played.measure(split), full.measure(split)
+    assert (found.outcome, found.memory) == (expected.outcome, expected.memory)
+    # of a single sample, some operations count as another kind
+    assert found.step_time_s == pytest.approx(expected.step_time_s, rel=0.02)
 
 
 def test_what_does_not_fit_is_told_as_in_full() -> None:
