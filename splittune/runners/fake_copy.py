@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from splittune.fakes import FakeTensorMode
-from splittune.training import Snapshot, TrainingTask
+from splittune.parallel.nesting import map_tensors
+from splittune.training import SampleBatch, Snapshot, TrainingTask
 
 
 def without_values(task: TrainingTask, mode: FakeTensorMode) -> TrainingTask:
@@ -39,6 +41,19 @@ def without_values(task: TrainingTask, mode: FakeTensorMode) -> TrainingTask:
         loss_fn=task.loss_fn if loss_fn is None else loss_copy,
         optimizer=task.optimizer if optimizer is None else optimizer_copy,
     )
+
+
+@contextmanager
+def on_shapes(task: TrainingTask, samples: SampleBatch) -> Iterator[tuple[TrainingTask, SampleBatch]]:
+    """Inside, the job's copy without values, and its samples: an operation on these does no arithmetic.
+
+    An operation of real tensors alone is done for real, so none of the job's own are used inside.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copied = without_values(task, mode)
+    batch = map_tensors(lambda tensor: shape_of(tensor, mode), samples.batch)
+    with mode:
+        yield copied, replace(samples, batch=batch)
 
 
 def shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

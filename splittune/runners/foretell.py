@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from splittune.fakes import NEEDS_VALUES, FakeTensorMode
+from splittune.fakes import NEEDS_VALUES
 from splittune.hardware.virtual import VirtualHardware
-from splittune.parallel.nesting import map_tensors
 from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.profiling.profiler import Profiler
 from splittune.runners.cards_as_host import CardsAsHost, OwnAutocastError
-from splittune.runners.fake_copy import Unkept, shape_of, without_values
+from splittune.runners.fake_copy import Unkept, on_shapes
 from splittune.runners.shapes import describe_need, why_not
 from splittune.split import BatchSplit
 from splittune.training import SampleBatch, TrainingTask
@@ -74,12 +72,8 @@ def _on_shapes(
     split: BatchSplit,
     placement: LossPlacement,
 ) -> Measurement:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copied = without_values(task, mode)
-    shapes = replace(samples, batch=map_tensors(lambda tensor: shape_of(tensor, mode), samples.batch))
-    profiler = Profiler(copied, cards, shapes, Unkept(), loss_placement=placement)
-    with mode, CardsAsHost():
-        return profiler.measure(split)
+    with on_shapes(task, samples) as (copied, shapes), CardsAsHost():
+        return Profiler(copied, cards, shapes, Unkept(), loss_placement=placement).measure(split)
 
 
 def _kept_of(task: TrainingTask) -> list[Any]:

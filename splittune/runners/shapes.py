@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,15 +13,14 @@ import torch
 from splittune.fakes import NEEDS_VALUES, FakeTensorMode
 from splittune.hardware.virtual import VirtualHardware
 from splittune.hardware.virtual.tape import Tape, TapedHardware
-from splittune.parallel.nesting import map_tensors
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.profiling.profiler import Profiler
 from splittune.runners.base import JobFacts
-from splittune.runners.fake_copy import Unkept, shape_of, without_values
+from splittune.runners.fake_copy import Unkept, on_shapes, without_values
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.replay import PlayingProfiler, Scripts, TapingProfiler
 from splittune.split import BatchSplit
-from splittune.training import SampleBatch, TrainingTask
+from splittune.training import TrainingTask
 from splittune.training.reach import reach
 
 logger = logging.getLogger(__name__)
@@ -104,7 +102,7 @@ class ShapeRunner:
 
         def tape(shard_sizes: Sequence[int], accumulation_steps: int) -> Tape:
             cards = TapedHardware(self._hardware.gpus)
-            with self._shapes() as (task, samples):
+            with on_shapes(self._task, self._real.samples) as (task, samples):
                 profiler = TapingProfiler(task, cards, samples, Unkept(), loss_placement=placement)
                 return profiler.tape(shard_sizes, accumulation_steps)
 
@@ -120,22 +118,11 @@ class ShapeRunner:
         return profiler.measure(split)
 
     def _on_shapes(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
-        with self._shapes() as (task, samples):
+        with on_shapes(self._task, self._real.samples) as (task, samples):
             profiler = Profiler(
                 task, self._hardware, samples, Unkept(), min_headroom_bytes=headroom, loss_placement=placement
             )
             return profiler.measure(split)
-
-    @contextmanager
-    def _shapes(self) -> Iterator[tuple[TrainingTask, SampleBatch]]:
-        """Job and samples without values, inside their mode."""
-        # an operation of real tensors alone is done for real: the job's own are therefore not inside
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        task = without_values(self._task, mode)
-        real = self._real.samples
-        samples = replace(real, batch=map_tensors(lambda tensor: shape_of(tensor, mode), real.batch))
-        with mode:
-            yield task, samples
 
 
 @dataclass(frozen=True, slots=True)
