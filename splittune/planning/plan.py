@@ -13,7 +13,7 @@ from splittune.planning.sweep import planned_searches
 from splittune.profiling.measurement import Measurement
 from splittune.report.capacity.progress import PlanCallback, plan_callback_for
 from splittune.runners.replay import Scripts
-from splittune.runners.shapes import ShapeRunner
+from splittune.runners.shapes import ShapeProfiler, ShapeRunner
 from splittune.split import BatchSplit
 from splittune.training import TrainingTask
 
@@ -72,10 +72,12 @@ def plan(
     return Plan.of(searches)
 
 
-def _foretell(request: PlanRequest, splits: Sequence[BatchSplit], callback: PlanCallback) -> Plan:
+def _foretell(
+    request: PlanRequest, splits: Sequence[BatchSplit], callback: PlanCallback, *, are_played: bool = True
+) -> Plan:
     found: list[Measurement] = []
     needs_values = None
-    scripts = Scripts() if len(set(splits)) > FEW_SPLITS else None
+    scripts = Scripts() if are_played and len(set(splits)) > FEW_SPLITS else None
     for machine, cards in zip(request.machines, request.hardware, strict=True):
         runner = ShapeRunner(request.task, cards, scripts)
         try:
@@ -85,7 +87,17 @@ def _foretell(request: PlanRequest, splits: Sequence[BatchSplit], callback: Plan
             for split in splits:
                 callback.on_split(machine.devices, split, len(found) + 1, len(splits) * len(request.machines))
                 found.append(profiler.measure(split))
+            found[-len(splits) :] = _checked(found[-len(splits) :], profiler)
         finally:
             runner.close()
         needs_values = needs_values or runner.needs_values
+    if scripts is not None and not scripts.hold:
+        return _foretell(request, splits, callback, are_played=False)
     return Plan(measurements=tuple(found), machines=request.machines, needs_values=needs_values)
+
+
+def _checked(found: Sequence[Measurement], profiler: ShapeProfiler) -> list[Measurement]:
+    """The measurements, of which the one of the largest micro-batch that fits was run in full."""
+    fitting = [run.split for run in found if run.throughput is not None]
+    largest = max(fitting, key=lambda split: split.micro_batch_size, default=None)
+    return [profiler.measure_whole_steps(run.split) if run.split == largest else run for run in found]

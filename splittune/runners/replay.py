@@ -88,6 +88,8 @@ class Scripts:
     """
 
     def __init__(self) -> None:
+        self.hold = True
+        """False once a trial in full gave another result than a script did."""
         self._made: dict[ScriptKind, Script | None] = {}
         self._lines: dict[tuple[LossPlacement, int], Lines | None] = {}
         self._checked: set[ScriptKind] = set()
@@ -135,6 +137,7 @@ class Scripts:
         self._checked.add(kind)
         difference = _difference(measurement, whole)
         if difference is not None:
+            self.hold = False
             self._lines = dict.fromkeys(self._lines)
             self._made = dict.fromkeys(self._made)
             logger.warning(_NO_SCRIPT, difference)

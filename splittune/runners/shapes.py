@@ -81,14 +81,16 @@ class ShapeRunner:
             self._known[split, placement] = self._measure(split, headroom, placement)
         known = self._known[split, placement]
         if in_full and self.needs_values is None and self._scripts is not None:
-            known = self._scripts.checked(known, lambda: self._on_shapes(split, headroom, placement))
+            known = self._scripts.checked(known, lambda: self._measure(split, headroom, placement, play=False))
             self._known[split, placement] = known
         return known
 
-    def _measure(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
+    def _measure(
+        self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement, *, play: bool = True
+    ) -> Measurement:
         if self.needs_values is None:
             try:
-                played = self._played(split, headroom, placement)
+                played = self._played(split, headroom, placement) if play else None
                 return self._on_shapes(split, headroom, placement) if played is None else played
             except NEEDS_VALUES as error:
                 self.needs_values = describe_need(error)

@@ -30,6 +30,21 @@ def test_given_splits_are_foretold_in_their_order() -> None:
     assert found[2].throughput is not None
 
 
+def test_given_splits_of_a_step_that_changes_with_its_size_are_run_in_full(caplog: pytest.LogCaptureFixture) -> None:
+    """Many splits are played from tapes, which show nothing of it; the largest is run in full and does."""
+
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        outputs = model(batch[0])
+        return (outputs.exp() if len(outputs) >= 1000 else outputs).square().mean()
+
+    sizes = (4, 600, 800, 1000)
+    splits = [BatchSplit(global_batch_size=2 * each, accumulation_steps=1, shard_sizes=(each, each)) for each in sizes]
+    found = plan(job(step_fn=step), "2xT400-4GB", splits=splits, progress=False).measurements
+    assert "each split is run in full" in caplog.text
+    alone = [plan(job(step_fn=step), "2xT400-4GB", splits=[each], progress=False).measurements[0] for each in splits]
+    assert list(found) == alone
+
+
 def test_each_batch_size_is_searched_on_each_machine() -> None:
     """The best split of a pair is the one that a search on real tensors finds."""
     found = plan(job(), ["2xT400-4GB", "3xRTX3090"], global_batch_sizes=[16, 48], progress=False)

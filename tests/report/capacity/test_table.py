@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.report.capacity.rows import ONE_STEP, lacking, lacking_row, ran, row
 
 def test_every_column_is_documented_and_no_other() -> None:
     """The docstring names the columns in their order."""
-    documented = re.findall(r"^    \| `(\w+)` \|", capacity_table.__doc__ or "", flags=re.MULTILINE)
+    documented = re.findall(r"^\| `(\w+)` \|", inspect.getdoc(capacity_table) or "", flags=re.MULTILINE)
     assert documented == list(capacity_table([]).columns)
 
 
