@@ -130,7 +130,7 @@ class ShardedLoader:
         self._is_begun = True
         self._iteration += 1
         self._at_begin = self._order_now()
-        draws = AgreedDraws(self._seed + self._epoch)
+        draws = AgreedDraws(self._seed + self._epoch, torch_only=self._sources.are_torchs and not self._reads_all)
         self._seed_workers(draws)
         if self._order is not None:
             self._order.begin(draws, num_skipped=self._step)
