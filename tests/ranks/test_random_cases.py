@@ -13,12 +13,13 @@ from splittune.ranks import draws, loader, sampler
 from splittune.split import RankPart
 
 
-def test_every_sample_once_in_the_batches_of_one_device() -> None:
-    """In 3,000 cases no share differs from what the rule, written again, makes of torch's own batches."""
-    judged = judge()
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_sample_once_in_the_batches_of_one_device(seed: int) -> None:
+    """In 3 x 1,000 cases no share differs from what the rule, written again, makes of torch's own batches."""
+    judged = judge(1000, seed)
     assert judged.failures == []
-    assert judged.num_cases == 3000
-    assert judged.num_resumed > 1000
+    assert judged.num_cases == 1000
+    assert judged.num_resumed > 300
     assert judged.num_idle > 10_000
     assert set(judged.of_sampler) == set(SAMPLERS)
 
