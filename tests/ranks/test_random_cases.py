@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.distributed import batches
-from benchmarks.distributed.batches import SAMPLERS, judge, main
+from benchmarks.distributed.batches import SAMPLERS, Case, Judged, complaint_about, judge, main
 from splittune.ranks import draws, loader, sampler
 from splittune.split import RankPart
 
@@ -56,3 +58,35 @@ def test_it_prints_the_cases_and_their_failures(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "2 failures" in printed
     assert printed.count("step 0: wrong") == 2
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any case, larger than the random ones are; it shrinks."""
+    batch_size = draw(st.integers(1, 40))
+    steps = draw(st.integers(1, batch_size))
+    shares = [
+        draw(st.lists(st.integers(0, draw(st.integers(0, 5))), min_size=size, max_size=size))
+        for size in [-(-batch_size // steps)] * 2
+    ]
+    first, later = (tuple(owners.count(rank) for rank in range(max(owners) + 1)) for owners in shares)
+    sampler = draw(st.sampled_from(SAMPLERS))
+    return Case(
+        num_samples=draw(st.integers(batch_size if sampler == "whole batches" else 1, 100)),
+        batch_size=batch_size,
+        accumulation_steps=steps,
+        shard_sizes=first,
+        later_shard_sizes=later,
+        sampler=sampler,
+        drop_last=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)),
+        stop_epoch=draw(st.integers(0, 1)),
+        stop_step=draw(st.integers(0, 5)),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*is read in full by each:UserWarning")
+@given(case=cases())
+def test_the_batches_of_any_case_are_those_of_one_device(case: Case) -> None:
+    """For any split, batch, sampler, number of ranks and step at which training is broken off."""
+    assert complaint_about(case, Judged()) is None
