@@ -29,6 +29,7 @@ SLOW = (
     "tests/report/test_tables.py::test_floats_are_written_so_that_they_read_back_equal",
     "tests/planning/",
     "tests/ranks/test_random_cases.py",
+    "tests/ranks/test_zero.py",
     "tests/runners/",
     "tests/search/candidates/",
     "tests/search/models/test_polytope.py",
