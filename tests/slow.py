@@ -29,6 +29,8 @@ SLOW = (
     "tests/report/test_tables.py::test_floats_are_written_so_that_they_read_back_equal",
     "tests/planning/",
     "tests/ranks/test_random_cases.py",
+    "tests/ranks/test_resume.py::test_a_shuffled_epoch_is_gone_on_with_on_other_ranks",
+    "tests/ranks/test_whole_batches.py",
     "tests/ranks/test_zero.py",
     "tests/runners/",
     "tests/search/candidates/",

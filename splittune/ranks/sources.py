@@ -13,7 +13,7 @@ from splittune.ranks.draws import generators_in, put_back, state_of
 
 
 class OrderSources:
-    """The state of a loader's order: of the generators it keeps, and of samplers with a ``state_dict``.
+    """The state of a loader's order: of its generators, and of samplers with a ``state_dict``.
 
     A loader's samplers are asked, and an `IterableDataset`, which is its own order. Worked:
     ``DataLoader(data, shuffle=True, generator=g)`` has one source, `g`.

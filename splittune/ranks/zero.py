@@ -21,11 +21,12 @@ from splittune.units import format_bytes
 def zero_partition(
     parameter_sizes: Sequence[int], num_ranks: int, *, group_lengths: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The parameters of each rank, by their positions: the largest first, each to who has fewest elements.
+    """The positions of each rank's parameters: the largest first, each to who has fewest elements.
 
     Of ranks that have as many, the first takes it; so do, of parameters as large, those given
-    first. Groups follow one another. Worked: ``zero_partition([4, 9, 2, 3], 2)`` gives ``((1,), (0, 3, 2))``:
-    the 9 goes to rank 0, then 4, 3 and 2 to rank 1, which has 4 + 3 = 7 before the 2.
+    first. Groups follow one another. Worked: ``zero_partition([4, 9, 2, 3], 2)`` gives
+    ``((1,), (0, 3, 2))``: the 9 goes to rank 0, then 4, 3 and 2 to rank 1, which has 4 + 3 = 7
+    before the 2.
 
     Args:
         parameter_sizes: elements of each parameter, as the optimizer was given them.
@@ -70,9 +71,10 @@ def zero_state_bytes(
 
 
 def state_bytes_of(optimizer: Optimizer) -> tuple[int, ...]:
-    """Bytes of state that `optimizer` holds for each parameter, where that lives; 0 before its first step.
+    """Bytes of state that `optimizer` holds for each parameter, on that one's device.
 
-    Of a ZeroRedundancyOptimizer those of this rank: 0 for what another one keeps.
+    0 before the first step. Of a ZeroRedundancyOptimizer those of this rank: 0 for what another
+    one keeps.
     """
     # it holds what was dealt to this rank in an optimizer of its own
     holder: Any = getattr(optimizer, "optim", optimizer) if _is_zero(optimizer) else optimizer
@@ -96,9 +98,9 @@ def describe_zero(
 ) -> str:
     """What it would free on every card, in a sentence; empty where it would free nothing.
 
-    Worked: state of 3.00 GiB and 1.00 GiB on 2 ranks gives "ZeroRedundancyOptimizer would keep 1.00 to 3.00 GiB of
-    the 4.00 GiB of optimizer state on each of 2 cards (modelled): it frees at least 1.00 GiB, for it deals
-    out whole parameters, and the largest has 3.00 GiB."
+    Worked: state of 3.00 GiB and 1.00 GiB on 2 ranks gives "ZeroRedundancyOptimizer would keep 1.00
+    to 3.00 GiB of the 4.00 GiB of optimizer state on each of 2 cards (modelled): it frees at least
+    1.00 GiB, for it deals out whole parameters, and the largest has 3.00 GiB."
     """
     total = sum(state_bytes)
     kept = zero_state_bytes(state_bytes, parameter_sizes, num_ranks, group_lengths=group_lengths)

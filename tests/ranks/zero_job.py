@@ -68,7 +68,7 @@ def case(draws: random.Random) -> dict[str, Any]:
 
 
 def main(rank: int, store: str, result: str) -> None:
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=180)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
     try:
         draws = random.Random(0)
