@@ -22,6 +22,7 @@ SLOW = (
     "tests/parallel/test_functional.py::test_outputs_and_gradients_are_one_devices",
     "tests/parallel/test_gradients.py",
     "tests/parallel/test_outputs.py::test_a_mean_loss_inside_the_model_is_the_whole_batchs",
+    "tests/parallel/test_replica_norms.py",
     "tests/parallel/test_replicas.py::test_running_statistics_are_those_of_the_first_active_device",
     "tests/parallel/test_torch_data_parallel.py",
     "tests/parallel/window/test_engine.py",

@@ -44,6 +44,7 @@ class SplitConfig(ConfigData):
         *,
         weight_fn: WeightFunction | None = None,
         engine: Engine = "window",
+        sync_batch_norm: bool = False,
         devices: str | Sequence[str | int | torch.device] | None = None,
         hardware: Hardware | None = None,
     ) -> SplitModule:
@@ -52,7 +53,9 @@ class SplitConfig(ConfigData):
         With `loss_fn`, each device computes the loss of its own part: ``loss = wrapped(inputs,
         targets)``, and GPU 0 holds no outputs of the others. `weight_fn(targets)` counts tokens
         where the loss is a mean over tokens. `engine` "torch" copies parameters at every
-        micro-batch, as nn.DataParallel does: a way out where windows do not fit the job.
+        micro-batch, as nn.DataParallel does: a way out where windows do not fit the job. With
+        `sync_batch_norm` BatchNorm normalises by the whole micro-batch, as on one device, rather
+        than by each device's own part; the devices then wait for one another at each such layer.
 
         `devices` None takes those the config was tuned on, virtual ones included; to train on real cards what was
         planned on virtual ones, name them: ``wrap(model, devices=["cuda:0", "cuda:1"])``, 'GPU 0' first. `hardware`
@@ -63,7 +66,8 @@ class SplitConfig(ConfigData):
         tuned shards are: ``DataLoader(validation_set, batch_size=config.eval_batch_size)``.
 
         Raises:
-            ConfigError: another number of devices than shards, or both `devices` and `hardware`.
+            ConfigError: another number of devices than shards, or both `devices` and `hardware`; BatchNorm that cannot
+                be synchronised.
             DeviceError: a device that is missing, repeated or unknown.
         """
         hardware = self.resolve(devices, hardware)
@@ -81,6 +85,7 @@ class SplitConfig(ConfigData):
             weight_fn=weight_fn,
             engine=engine,
             eval_batch_size=self.eval_batch_size,
+            sync_batch_norm=sync_batch_norm,
         )
 
     def resolve(
