@@ -101,8 +101,9 @@ def batches_of(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     """A mean over what counts, written out: of nothing it is NaN, and so is its gradient."""
-    losses = F.cross_entropy(output.view(-1, CLASSES), targets.view(-1), ignore_index=IGNORED, reduction="none")
-    return losses.sum() / tokens_in(targets)
+    flat = targets.view(-1)
+    losses = F.cross_entropy(output.view(-1, CLASSES), flat.clamp(min=0), reduction="none")
+    return (losses * (flat != IGNORED)).sum() / tokens_in(flat)
 
 
 def tokens_in(targets: Tensor) -> Tensor:
