@@ -247,14 +247,6 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
     def gather(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(f"gather() was called: {_UNUSED}")
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, for keys with or without the wrapper's ``module.`` prefix."""
-        own = set(self.state_dict(keep_vars=True))
-        prefixed = {f"module.{key}" for key in state_dict}
-        if len(own & prefixed) > len(own & set(state_dict)):
-            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
     def extra_repr(self) -> str:
         shares = f"gpu0_bsz={self.gpu0_bsz}" if self.shard_sizes is None else f"shard_sizes={self.shard_sizes}"
         return f"{shares}, devices={[self._name_of(position) for position in range(len(self.devices))]}"

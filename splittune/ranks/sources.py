@@ -1,0 +1,70 @@
+"""What decides the order of a user's loader: its samplers, and the random numbers they draw."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from splittune.errors import ConfigError
+from splittune.parallel.nesting import tensors_of
+from splittune.ranks.draws import generators_in, put_back, state_of
+
+
+class OrderSources:
+    """The state of a loader's order: of the generators it keeps, and of samplers with a ``state_dict``.
+
+    A loader's samplers are asked, and an `IterableDataset`, which is its own order. Worked:
+    ``DataLoader(data, shuffle=True, generator=g)`` has one source, `g`.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        parts: list[Any] = [
+            loader,
+            loader.sampler,
+            loader.batch_sampler,
+            getattr(loader.batch_sampler, "sampler", None),
+        ]
+        if isinstance(loader.dataset, IterableDataset):
+            parts.append(loader.dataset)
+        distinct = {id(part): part for part in parts if part is not None}
+        self._generators = generators_in(*distinct.values())
+        self._stateful: list[Any] = [part for part in distinct.values() if hasattr(part, "load_state_dict")]
+        told: dict[int, Any] = {**distinct, id(loader.dataset): loader.dataset}
+        self._told: list[Any] = [part for part in told.values() if hasattr(part, "set_epoch")]
+
+    def captured(self) -> dict[str, list[Any]]:
+        """Their states now."""
+        return {
+            "generators": [state_of(generator) for generator in self._generators],
+            "samplers": [part.state_dict() for part in self._stateful],
+        }
+
+    def put_back(self, states: dict[str, list[Any]]) -> None:
+        """As `captured`.
+
+        Raises:
+            ConfigError: as many states as sources are not given; nothing is changed.
+        """
+        for name, sources in (("generators", self._generators), ("samplers", self._stateful)):
+            if len(states[name]) != len(sources):
+                raise ConfigError(
+                    f"a loader's state has {len(states[name])} {name} that keep a state: expected {len(sources)}, "
+                    "those of this loader. Build it as the one whose state was saved."
+                )
+        for generator, state in zip(self._generators, states["generators"], strict=True):
+            put_back(generator, state)
+        for part, state in zip(self._stateful, states["samplers"], strict=True):
+            part.load_state_dict(state)
+
+    def tell(self, epoch: int) -> None:
+        """Pass the epoch on to samplers and to the data set, where they have `set_epoch`."""
+        for part in self._told:
+            part.set_epoch(epoch)
+
+    def digest(self) -> str:
+        """12 digits that differ where states do: for ranks to compare."""
+        captured = self.captured()
+        numbers = [tensor.tolist() for _, tensor in tensors_of(captured)]
+        return hashlib.sha256(f"{numbers}{captured}".encode()).hexdigest()[:12]
