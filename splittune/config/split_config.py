@@ -73,7 +73,8 @@ class SplitConfig(ConfigData):
         Where `strategy` is "ddp" it is this rank's DistributedDataParallel, on this rank's device: see
         `DistributedSplit`, whose options are `ddp_options`, ``{"gradient_as_bucket_view": True}`` say. All ranks call
         this together, and compare what they have first. `devices` may name this rank's, "cuda" for the card of its
-        local rank. `engine`, `hardware` and `eval_batch_size` are for one process.
+        local rank. `engine`, `hardware` and `eval_batch_size` are for one process. With `sync_batch_norm` the model's
+        own BatchNorm layers are changed, see `synchronised_batch_norm`: with ranks nobody makes replicas of them.
 
         Raises:
             ConfigError: another number of devices than shards, or both `devices` and `hardware`; BatchNorm that cannot
@@ -85,7 +86,14 @@ class SplitConfig(ConfigData):
             if hardware is not None:
                 raise ConfigError("got hardware= in a process group: expected devices=, this rank's, or neither.")
             return wrap_rank(
-                self, model, loss_fn, weight_fn, devices=devices, ddp_options=ddp_options or {}, timeout_s=timeout_s
+                self,
+                model,
+                loss_fn,
+                weight_fn,
+                sync_batch_norm=sync_batch_norm,
+                devices=devices,
+                ddp_options=ddp_options or {},
+                timeout_s=timeout_s,
             )
         if ddp_options:
             raise ConfigError(

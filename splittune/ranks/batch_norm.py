@@ -78,15 +78,29 @@ _OURS: dict[type[nn.Module], type[SynchronisedBatchNorm]] = {
 def synchronised_batch_norm(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
     """`model` itself, its BatchNorm layers synchronised over the group's ranks from now on.
 
-    The layers are the same objects, of another class that is a subclass of theirs: parameters,
-    buffers, names, hooks and modes are what they were, and so are all other layers. Of torch's
-    SyncBatchNorm layers, a group of their own is kept.
+    The layers are the same objects, of another class: parameters, buffers, names, hooks and modes
+    are what they were, and so are all other layers. A BatchNorm2d stays one by ``isinstance``; of
+    torch's SyncBatchNorm, a group of its own is kept.
 
     Raises:
-        ConfigError: a BatchNorm layer of any other class, whose forward may be its own; nothing has
-            been changed.
+        ConfigError: as `check_synchronisable`; nothing has been changed.
     """
-    norms = [module for module in modules_of(model) if isinstance(module, _BatchNorm)]
+    check_synchronisable(model)
+    for norm in modules_of(model):
+        if isinstance(norm, _BatchNorm):
+            group = getattr(norm, "process_group", None)
+            norm.__class__ = _OURS.get(type(norm), type(norm))
+            assert isinstance(norm, SynchronisedBatchNorm)
+            norm.process_group = process_group if group is None else group
+    return model
+
+
+def check_synchronisable(model: nn.Module) -> None:
+    """That `synchronised_batch_norm` can change every BatchNorm layer of the model.
+
+    Raises:
+        ConfigError: one is of another class than torch's, whose forward may be its own.
+    """
     for name, module in model.named_modules():
         if (
             isinstance(module, _BatchNorm)
@@ -98,12 +112,6 @@ def synchronised_batch_norm(model: nn.Module, process_group: dist.ProcessGroup |
                 "SyncBatchNorm, for only of these it is known what their forward does. Replace it, or train without "
                 "sync_batch_norm."
             )
-    for norm in norms:
-        group = getattr(norm, "process_group", None)
-        norm.__class__ = _OURS.get(type(norm), type(norm))
-        assert isinstance(norm, SynchronisedBatchNorm)
-        norm.process_group = process_group if group is None else group
-    return model
 
 
 def set_counted(model: nn.Module, is_counted: bool) -> None:

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from splittune.errors import ConfigError
 from splittune.ranks.batch_norm import set_counted, synchronised_batch_norm
-from tests.parallel.models import loss_of
+from tests.parallel.models import gradients, loss_of
 from tests.parallel.normed import images, make, one_device, statistics_of
+from tests.ranks.cases import config_of, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,20 @@ def on_ranks(group: dist.ProcessGroup | None, case: NormCase) -> dict[str, Tenso
     }
 
 
+def by_config(group: dist.ProcessGroup | None, case: NormCase) -> dict[str, Tensor]:
+    """Gradients and statistics on this rank, of the loop that every user writes."""
+    model, batch = model_and_batch(case)
+    sizes = tuple(zip(*case.sizes, strict=True))
+    config = config_of(len(sizes))
+    options = {} if group is None else {"process_group": group}
+    wrapped = config.wrap(model, sync_batch_norm=True, ddp_options=options)
+    share = share_of((batch.detach(), torch.arange(len(batch))), sizes, dist.get_rank(group))
+    for micro in config.micro_batches(share, wrapped):
+        (loss_of(wrapped(micro.batch[0])) * micro.weight).backward()
+    grads = {f"gradient of {name}": grad for name, grad in gradients(wrapped).items() if grad is not None}
+    return {**grads, **statistics_of(model)}
+
+
 def in_half_precision(group: dist.ProcessGroup | None, sizes: tuple[int, ...]) -> tuple[dict[str, Tensor], ...]:
     """This rank's statistics after a forward and backward in bfloat16, and one device's of the whole batch."""
     model, batch = make("2d", torch.float32), images(sum(sizes), torch.float32)
@@ -114,3 +130,19 @@ def of_nothing(group: dist.ProcessGroup | None) -> Tensor:
     layer(x * 3).sum().backward()
     assert layer.running_mean is not None
     return layer.running_mean
+
+
+class Own(nn.BatchNorm2d):
+    """A layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+def refused(_group: dist.ProcessGroup | None) -> str:
+    """What `config.wrap` says of a layer with a forward of its own."""
+    try:
+        config_of(dist.get_world_size()).wrap(nn.Sequential(Own(2)), sync_batch_norm=True)
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -9,13 +9,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from splittune.errors import ConfigError
 from splittune.ranks.batch_norm import SynchronisedBatchNorm, set_counted, synchronised_batch_norm
 from tests.parallel.models import assert_same
 from tests.parallel.normed import NORMS, images, make, one_device
-from tests.ranks.norms import NormCase, evaluated, expected_of, in_half_precision, of_nothing, of_one_value, on_ranks
+from tests.ranks.norms import (
+    NormCase,
+    Own,
+    by_config,
+    evaluated,
+    expected_of,
+    in_half_precision,
+    of_nothing,
+    of_one_value,
+    on_ranks,
+    refused,
+)
 from tests.ranks.pool import Pool
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -43,11 +54,28 @@ def sizes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     return tuple(draw(st.lists(table, min_size=1, max_size=3)))
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(name=st.sampled_from(sorted(NORMS)), sizes=sizes())
 def test_a_step_is_that_of_one_device(pool: Pool, name: str, sizes: tuple[tuple[int, ...], ...]) -> None:
     """Any shares, none included: outputs, gradients of parameters and inputs, running statistics on every rank."""
     check(pool, NormCase(name=name, sizes=sizes))
+
+
+@settings(max_examples=30)
+@given(name=st.sampled_from(sorted(NORMS)), sizes=sizes())
+def test_so_is_the_loop_of_a_config(pool: Pool, name: str, sizes: tuple[tuple[int, ...], ...]) -> None:
+    """`config.wrap(model, sync_batch_norm=True)` and `config.micro_batches`, which knows the stand-ins."""
+    case = NormCase(name=name, sizes=sizes)
+    expected = expected_of(case)
+    for answer in pool.run(by_config, case, num_ranks=len(sizes[0])):
+        assert_same(answer, {key: expected[key] for key in answer}, 1e-12)
+        assert {*answer, "outputs", "gradient of the inputs"} == set(expected)
+
+
+def test_a_layer_that_cannot_be_synchronised_is_refused_on_every_rank(pool: Pool) -> None:
+    """By name, before anything is changed."""
+    for said in pool.run(refused):
+        assert "layer 0 is a Own: expected torch's BatchNorm1d" in said
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -135,11 +163,6 @@ def test_without_ranks_it_is_batch_norm() -> None:
     model = make("2d")
     expected = one_device(copy.deepcopy(model), batch, [4, 2])
     assert_same(one_device(synchronised_batch_norm(model), batch, [4, 2]), expected, 1e-15)
-
-
-class Own(nn.BatchNorm2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(super().forward(x))
 
 
 def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
