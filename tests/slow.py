@@ -28,6 +28,7 @@ SLOW = (
     "tests/profiling/test_measurement.py::test_the_relative_error_is_a_95_percent_confidence",
     "tests/report/test_tables.py::test_floats_are_written_so_that_they_read_back_equal",
     "tests/planning/",
+    "tests/ranks/test_agreement.py",
     "tests/ranks/test_exactness.py",
     "tests/runners/",
     "tests/search/candidates/",
