@@ -31,6 +31,7 @@ SLOW = (
     "tests/ranks/test_agreement.py",
     "tests/ranks/test_checkpoints.py",
     "tests/ranks/test_exactness.py",
+    "tests/ranks/test_random_cases.py",
     "tests/ranks/test_torchrun.py",
     "tests/ranks/test_training.py",
     "tests/runners/",
