@@ -20,6 +20,7 @@ from splittune.hardware.resolve import resolve_hardware
 from splittune.parallel.base import SplitModule
 from splittune.parallel.modules import modules_of
 from splittune.ranks.agreement import Fact, agree
+from splittune.ranks.batch_norm import check_synchronisable, synchronised_batch_norm
 from splittune.ranks.group import (
     check_backend,
     check_grouped,
@@ -33,7 +34,6 @@ from splittune.ranks.module import DistributedSplit
 
 if TYPE_CHECKING:
     from splittune.parallel.replica_loss import LossFunction, WeightFunction
-
 
 _ON_LOADERS = (
     "Give every rank the same loader, of the whole data set in global batches: config.shard picks each rank's samples."
@@ -59,6 +59,7 @@ def wrap_rank(
     loss_fn: LossFunction | None,
     weight_fn: WeightFunction | None,
     *,
+    sync_batch_norm: bool,
     devices: str | Sequence[str | int | torch.device] | None,
     ddp_options: Mapping[str, Any],
     timeout_s: float,
@@ -69,6 +70,8 @@ def wrap_rank(
     def prepare() -> tuple[torch.device, list[Fact]]:
         _check_strategy(config, group)
         _refuse_wrapped(model)
+        if sync_batch_norm:
+            check_synchronisable(model)
         device = device_of_rank([each.torch_device for each in config.devices], devices, dist.get_rank(group))
         check_backend(device, group)
         losses = f"loss_fn {_is_given(loss_fn)}, weight_fn {_is_given(weight_fn)}"
@@ -76,6 +79,7 @@ def wrap_rank(
             _fact_of(config),
             Fact(name="the model", value=_signature_of(model), advice="Build the same model on every rank."),
             Fact(name="the loss", value=losses, advice="Call config.wrap alike on every rank."),
+            Fact(name="sync_batch_norm", value=f"{sync_batch_norm}", advice="Call config.wrap alike on every rank."),
             Fact(name="ddp_options", value=_words_of(ddp_options), advice="Call config.wrap alike on every rank."),
         ]
 
@@ -84,6 +88,8 @@ def wrap_rank(
         present = resolve_hardware([device])
         rank = dist.get_rank(group)
         warn_of_other_devices(config, present.devices, is_modelled=present.is_modelled, first=rank, stacklevel=4)
+    if sync_batch_norm:
+        synchronised_batch_norm(model, group)
     return DistributedSplit(model, device=device, loss_fn=loss_fn, weight_fn=weight_fn, **ddp_options)
 
 

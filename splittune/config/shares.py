@@ -10,6 +10,7 @@ from splittune.errors import ConfigError
 from splittune.parallel.accumulate import accumulate
 from splittune.parallel.base import SplitModule
 from splittune.parallel.samples import read_samples, slice_batch
+from splittune.ranks.batch_norm import set_counted
 from splittune.ranks.module import DistributedSplit
 from splittune.ranks.share import RankShare
 from splittune.split import BatchSplit
@@ -45,7 +46,20 @@ def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) ->
         raise ConfigError("the batch counts 0 by weight_fn: expected more, there is nothing to learn from. Skip it.")
     factor = model.num_ranks / whole
     cut = [MicroBatch(batch=part, weight=count * factor) for part, count in zip(parts, counts, strict=True)]
-    return accumulate(model, cut)
+    micros = accumulate(model, cut)
+    return _telling_what_counts(model, share, micros) if share.has_stand_in else micros
+
+
+def _telling_what_counts(
+    model: DistributedSplit, share: RankShare, micros: Iterator[MicroBatch]
+) -> Iterator[MicroBatch]:
+    """`micros`; while the loop has the stand-in, synchronised BatchNorm leaves it out of its statistics."""
+    try:
+        for micro, size in zip(micros, share.sizes, strict=True):
+            set_counted(model, size > 0)
+            yield micro
+    finally:
+        set_counted(model, True)
 
 
 def _parts_of(share: RankShare, *, listed: bool | None) -> list[Any]:

@@ -47,6 +47,7 @@ class SplitConfig(ConfigData):
         *,
         weight_fn: WeightFunction | None = None,
         engine: Engine = "window",
+        sync_batch_norm: bool = False,
         devices: str | Sequence[str | int | torch.device] | None = None,
         hardware: Hardware | None = None,
         ddp_options: Mapping[str, Any] | None = None,
@@ -57,7 +58,9 @@ class SplitConfig(ConfigData):
         With `loss_fn`, each device computes the loss of its own part: ``loss = wrapped(inputs,
         targets)``, and GPU 0 holds no outputs of the others. `weight_fn(targets)` counts tokens
         where the loss is a mean over tokens. `engine` "torch" copies parameters at every
-        micro-batch, as nn.DataParallel does: a way out where windows do not fit the job.
+        micro-batch, as nn.DataParallel does: a way out where windows do not fit the job. With
+        `sync_batch_norm` BatchNorm normalises by the whole micro-batch, as on one device, rather
+        than by each device's own part; the devices then wait for one another at each such layer.
 
         `devices` None takes those the config was tuned on, virtual ones included; to train on real cards what was
         planned on virtual ones, name them: ``wrap(model, devices=["cuda:0", "cuda:1"])``, 'GPU 0' first. `hardware`
@@ -70,19 +73,27 @@ class SplitConfig(ConfigData):
         Where `strategy` is "ddp" it is this rank's DistributedDataParallel, on this rank's device: see
         `DistributedSplit`, whose options are `ddp_options`, ``{"gradient_as_bucket_view": True}`` say. All ranks call
         this together, and compare what they have first. `devices` may name this rank's, "cuda" for the card of its
-        local rank. `engine`, `hardware` and `eval_batch_size` are for one process.
+        local rank. `engine`, `hardware` and `eval_batch_size` are for one process. With `sync_batch_norm` the model's
+        own BatchNorm layers are changed, see `synchronised_batch_norm`: with ranks nobody makes replicas of them.
 
         Raises:
-            ConfigError: another number of devices than shards, or both `devices` and `hardware`; with ranks, on all of
-                them: they differ, their number or backend is another than the devices need, the model is wrapped
-                already, or one has not come within `timeout_s`.
+            ConfigError: another number of devices than shards, or both `devices` and `hardware`; BatchNorm that cannot
+                be synchronised; with ranks, on all of them: they differ, their number or backend is another than the
+                devices need, the model is wrapped already, or one has not come within `timeout_s`.
             DeviceError: a device that is missing, repeated or unknown.
         """
         if trains_by_rank(self.strategy, self.split.num_devices):
             if hardware is not None:
                 raise ConfigError("got hardware= in a process group: expected devices=, this rank's, or neither.")
             return wrap_rank(
-                self, model, loss_fn, weight_fn, devices=devices, ddp_options=ddp_options or {}, timeout_s=timeout_s
+                self,
+                model,
+                loss_fn,
+                weight_fn,
+                sync_batch_norm=sync_batch_norm,
+                devices=devices,
+                ddp_options=ddp_options or {},
+                timeout_s=timeout_s,
             )
         if ddp_options:
             raise ConfigError(
@@ -103,6 +114,7 @@ class SplitConfig(ConfigData):
             weight_fn=weight_fn,
             engine=engine,
             eval_batch_size=self.eval_batch_size,
+            sync_batch_norm=sync_batch_norm,
         )
 
     def resolve(

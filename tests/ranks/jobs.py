@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  as everybody writes it
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from benchmarks.jobs.workloads import digits_cnn
 from splittune.config import SplitConfig
 from splittune.demo import ByteGPT, StandardLibraryText
 from splittune.split import BatchSplit
@@ -51,14 +52,27 @@ def of_bytes(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def digits() -> tuple[nn.Module, Dataset[Any]]:
+    """A CNN with BatchNorm on 100 digits."""
+    job = digits_cnn()
+    return job.model, Subset(job.loader.dataset, range(100))
+
+
 GPT = Job(build=small_gpt, loss_fn=of_bytes)
+# In one micro-batch, as BatchNorm normalises on one device; no samples for the last rank.
+DIGITS = Job(
+    build=digits,
+    loss_fn=F.cross_entropy,
+    split=BatchSplit(global_batch_size=24, accumulation_steps=1, shard_sizes=(3, 11, 10, 0)),
+    wrap_options=(("sync_batch_norm", True),),
+)
 
 
 def train_on_one_device(job: Job) -> tuple[dict[str, Tensor], list[float]]:
     """The state at the end, and the loss of every step."""
     model, dataset = job.build()
     loader = job.loader(dataset)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for _ in range(NUM_EPOCHS):
         for inputs, targets in loader:
@@ -75,7 +89,7 @@ def train_on_ranks(group: dist.ProcessGroup | None, job: Job) -> tuple[dict[str,
     model, dataset = job.build()
     wrapped = job.config.wrap(model, **dict(job.wrap_options))
     loader = job.config.shard(job.loader(dataset))
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for _ in range(NUM_EPOCHS):
         for batch in loader:
