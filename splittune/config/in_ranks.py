@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +29,15 @@ from splittune.ranks.group import (
     device_of_rank,
     is_grouped,
 )
+from splittune.ranks.loader import ShardedLoader
 from splittune.ranks.module import DistributedSplit
 
 if TYPE_CHECKING:
     from splittune.parallel.replica_loss import LossFunction, WeightFunction
-    from splittune.ranks.loader import ShardedLoader
+
+_ON_LOADERS = (
+    "Give every rank the same loader, of the whole data set in global batches: config.shard picks each rank's samples."
+)
 
 
 def trains_by_rank(strategy: Strategy, num_ranks: int) -> bool:
@@ -91,14 +95,16 @@ def wrap_rank(
 
 def shard_for_rank(config: ConfigData, loader: Any, *, seed: int, timeout_s: float) -> ShardedLoader:
     """This rank's `ShardedLoader`, after all ranks have found that they mean the same; see `SplitConfig.shard`."""
-    from splittune.ranks.loader import ShardedLoader
 
     def prepare() -> tuple[ShardedLoader, list[Fact]]:
         _check_strategy(config, None)
         sharded = ShardedLoader(
             loader, config.split, rank=dist.get_rank(), num_ranks=config.split.num_devices, seed=seed
         )
-        return sharded, [_fact_of(config), *_facts_of_loader(loader, seed)]
+        return sharded, [
+            _fact_of(config),
+            *(Fact(name=name, value=value, advice=_ON_LOADERS) for name, value in sharded.facts().items()),
+        ]
 
     return agree("config.shard", prepare, timeout_s=timeout_s)
 
@@ -137,29 +143,6 @@ def _signature_of(model: nn.Module) -> str:
     ]
     buffers = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     return "\n".join([*learned, *buffers])
-
-
-def _facts_of_loader(loader: Any, seed: int) -> list[Fact]:
-    data, sampler = getattr(loader, "dataset", None), getattr(loader, "batch_sampler", None)
-    length = len(data) if isinstance(data, Sized) else None
-    return [
-        Fact(name="the seed", value=str(seed), advice="Give one seed: all ranks draw one permutation."),
-        Fact(
-            name="the data set",
-            value=f"{type(data).__name__} of {length} samples",
-            advice="Give every rank the whole data set: config.shard picks its samples.",
-        ),
-        Fact(
-            name="the batch size",
-            value=f"{getattr(sampler, 'batch_size', None)}, drop_last={getattr(sampler, 'drop_last', None)}",
-            advice="Give every rank's loader the global batch size.",
-        ),
-        Fact(
-            name="the sampler",
-            value=f"{type(sampler).__name__} of {type(getattr(sampler, 'sampler', None)).__name__}",
-            advice="Make the loader alike on every rank.",
-        ),
-    ]
 
 
 def _is_given(function: object) -> str:

@@ -115,7 +115,12 @@ class _Meeting:
         try:
             # a store waits for ever where it is told to wait for nothing
             self.store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-        except dist.DistError:
+        except dist.DistNetworkError as error:
+            raise ConfigError(
+                f"{self.stage}: the process group's store cannot be reached any more ({error}). Expected its host, "
+                "rank 0 or torchrun's agent, to live. Look for an earlier error there."
+            ) from error
+        except RuntimeError:  # what a store says after the time is a DistStoreError, a file's only this
             return False
         return True
 

@@ -82,14 +82,14 @@ def device_of_rank(
         own = torch.device(tuned[rank])
         if not is_card(own):
             return own
-        return _present(own) if (own.index or 0) < count_cards() else _local_card()
+        return _present(own) if (own.index or 0) < count_cards() else _local_card(rank)
     given = devices.split(",") if isinstance(devices, str) else list(devices)
     if len(given) not in (1, len(tuned)):
         raise ConfigError(
             f"devices names {len(given)}: expected one, this rank's, or {len(tuned)}, one for each rank. Where every "
             f'rank has a card of its own, devices="{kind_of_cards()}" takes it.'
         )
-    return _named(given[0] if len(given) == 1 else given[rank])
+    return _named(given[0] if len(given) == 1 else given[rank], rank)
 
 
 def check_backend(device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -113,7 +113,7 @@ def check_backend(device: torch.device, group: dist.ProcessGroup | None) -> None
     )
 
 
-def _named(device: object) -> torch.device:
+def _named(device: object, rank: int) -> torch.device:
     if isinstance(device, int):
         return _present(card(device))
     try:
@@ -124,13 +124,17 @@ def _named(device: object) -> torch.device:
         ) from error
     if not is_card(known):
         return torch.device(known)
-    return _local_card() if known.index is None else _present(known)
+    return _local_card(rank) if known.index is None else _present(known)
 
 
-def _local_card() -> torch.device:
-    """The card of this process among those that were started on its machine; the only one where it sees one."""
-    local_rank = dist.get_node_local_rank(fallback_rank=dist.get_rank())
-    return _present(card(0 if count_cards() == 1 else local_rank))
+def _local_card(rank: int) -> torch.device:
+    """The card of this process among those that were started on its machine; the only one where it sees one.
+
+    Where nothing says which process of its machine it is, machines are taken to be filled one after the other.
+    """
+    num_cards = count_cards()
+    local_rank = dist.get_node_local_rank(fallback_rank=rank % max(num_cards, 1))
+    return _present(card(0 if num_cards == 1 else local_rank))
 
 
 def _present(device: torch.device) -> torch.device:

@@ -130,7 +130,7 @@ class ShardedLoader:
         self._is_begun = True
         self._iteration += 1
         self._at_begin = self._order_now()
-        draws = AgreedDraws(self._seed + self._epoch)
+        draws = AgreedDraws(self._seed + self._epoch, torch_only=self._sources.are_torchs and not self._reads_all)
         self._seed_workers(draws)
         if self._order is not None:
             self._order.begin(draws, num_skipped=self._step)
@@ -201,7 +201,7 @@ class ShardedLoader:
             "global batches in an epoch": _length(self),
             "drop_last": str(self.drop_last),
             "sampler": type(draws_from).__name__,
-            "num_workers": str(self.num_workers),
+            **({"num_workers": str(self.num_workers)} if self._reads_all else {}),
             "seed": str(self._seed),
             "epoch and step": f"{self._epoch} and {self._step}",
             "state of the samplers": self._sources.digest(),
@@ -285,6 +285,8 @@ class ShardedLoader:
                 f"no state of a sharded loader: got {got}, expected {sorted(expected)}. Pass what "
                 "its state_dict() gave."
             )
+        for name in ("epoch", "step", "seed"):
+            checked_int(f"the state's {name}", state[name], at_least=0)
         if state["global_batch_size"] != self.batch_size:
             raise ConfigError(
                 f"a loader's state in batches of {state['global_batch_size']} samples, after {state['step']} of them: "

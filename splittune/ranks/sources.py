@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from splittune.errors import ConfigError
 from splittune.parallel.nesting import tensors_of
@@ -31,6 +31,8 @@ class OrderSources:
         distinct = {id(part): part for part in parts if part is not None}
         self._generators = generators_in(*distinct.values())
         self._stateful: list[Any] = [part for part in distinct.values() if hasattr(part, "load_state_dict")]
+        self.are_torchs = all(type(part).__module__ == Sampler.__module__ for part in parts[1:] if part is not None)
+        """Whether all samplers are torch's own, which draw from torch's generators only."""
         told: dict[int, Any] = {**distinct, id(loader.dataset): loader.dataset}
         self._told: list[Any] = [part for part in told.values() if hasattr(part, "set_epoch")]
 
