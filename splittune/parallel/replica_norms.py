@@ -1,4 +1,13 @@
-"""BatchNorm in the replicas of one process, by the statistics of the whole micro-batch."""
+"""BatchNorm in the replicas of one process, by the statistics of the whole micro-batch.
+
+Replicas run at once, in threads, and wait for one another at every such layer; where the link wants
+no threads they run in turn, each as far as the next layer (`Meeting`). In backward nobody waits: the
+exchange is a part of the graph, and autograd runs it when all gradients are there. The user's own
+module is not touched: only replicas are given another forward.
+
+Limits: no BatchNorm in a checkpoint, which would wait in backward; none that is compiled, for
+compiled replicas run one after another; no gradient of the gradient.
+"""
 
 from __future__ import annotations
 
