@@ -20,6 +20,7 @@ from splittune.split import BatchSplit
 from tests.parallel.models import Call, ThreadedLink, assert_same, loss_of
 from tests.parallel.normed import NORMS, images, make, one_device, state_after, statistics_of
 from tests.parallel.wrapped import steps
+from tests.ranks.cases import config_of
 
 
 def wrap(model: nn.Module, shards: tuple[int, ...], *, in_threads: bool = False) -> BalancedDataParallel:
@@ -252,6 +253,18 @@ def test_virtual_gpus_count_it_and_are_exact() -> None:
     assert_same(state, expected, 1e-12)
     assert metered_step(sync_batch_norm=True)[2:] == (times, memory)
     assert min(times) > max(metered_step(sync_batch_norm=False)[2])
+
+
+def test_the_loop_of_a_config_is_one_devices() -> None:
+    """`config.wrap(model, sync_batch_norm=True)`, on the virtual cards it names: 3 micro-batches of 8."""
+    gpu = next(gpu for gpu in GPUS if gpu.name == "RTX3090")
+    config = config_of(2, "dp", devices=VirtualHardware([gpu, gpu]).devices, virtual_spec="2xRTX3090")
+    model, batch = make("two in a row"), images(24)
+    expected = one_device(copy.deepcopy(model), batch, [8, 8, 8])
+    wrapped = config.wrap(model, sync_batch_norm=True)
+    batch.requires_grad_()
+    micros = ((wrapped, micro.batch) for micro in config.micro_batches(batch, wrapped))
+    assert_same(state_after(model, batch, micros), expected, 1e-12)
 
 
 def modelled_step_s(sync_batch_norm: bool) -> float:
