@@ -35,7 +35,8 @@ def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) ->
     parts = _parts_of(share, listed=None if model is None else model.lists_samples)
     if model is None:
         factor = split.num_devices / share.num_samples
-        return (MicroBatch(batch=part, weight=size * factor) for part, size in zip(parts, share.sizes, strict=True))
+        sized = zip(parts, share.sizes, strict=True)
+        return _telling_what_counts(share, (MicroBatch(batch=part, weight=size * factor) for part, size in sized))
     counts = [float(size) for size in share.sizes]
     whole = float(share.num_samples)
     if model.counts_tokens:
@@ -46,20 +47,17 @@ def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) ->
         raise ConfigError("the batch counts 0 by weight_fn: expected more, there is nothing to learn from. Skip it.")
     factor = model.num_ranks / whole
     cut = [MicroBatch(batch=part, weight=count * factor) for part, count in zip(parts, counts, strict=True)]
-    micros = accumulate(model, cut)
-    return _telling_what_counts(model, share, micros) if share.has_stand_in else micros
+    return _telling_what_counts(share, accumulate(model, cut))
 
 
-def _telling_what_counts(
-    model: DistributedSplit, share: RankShare, micros: Iterator[MicroBatch]
-) -> Iterator[MicroBatch]:
+def _telling_what_counts(share: RankShare, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """`micros`; while the loop has the stand-in, synchronised BatchNorm leaves it out of its statistics."""
     try:
         for micro, size in zip(micros, share.sizes, strict=True):
-            set_counted(model, size > 0)
+            set_counted(size > 0)
             yield micro
     finally:
-        set_counted(model, True)
+        set_counted(True)
 
 
 def _parts_of(share: RankShare, *, listed: bool | None) -> list[Any]:

@@ -1,15 +1,25 @@
-"""BatchNorm in the replicas of one process, by the statistics of the whole micro-batch."""
+"""BatchNorm in the replicas of one process, by the statistics of the whole micro-batch.
+
+Replicas run at once, in threads, and wait for one another at every such layer; where the link wants
+no threads they run in turn, each as far as the next layer (`Meeting`). In backward nobody waits: the
+exchange is a part of the graph, and autograd runs it when all gradients are there. The user's own
+module is not touched: only replicas are given another forward.
+
+Limits: no BatchNorm in a checkpoint, which would wait in backward; none that is compiled, for
+compiled replicas run one after another; no gradient of the gradient.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from splittune.errors import ConfigError
@@ -113,23 +123,43 @@ class _Payload(NamedTuple):
 def _combine(payloads: Sequence[_Payload], link: Link) -> list[Tensor]:
     """The whole's statistics on each replica's device, out of the parts of all."""
     refuse_single_value(sum(payload.num_values for payload in payloads), "all replicas together")
-    home, places = link.place(0), [link.place_of(payload.part) for payload in payloads]
+    parts = [payload.part for payload in payloads]
+    places = tuple(link.place_of(part) for part in parts)
+    return list(apply(_Exchange, link, places, *parts))
+
+
+class _Exchange(torch.autograd.Function):
+    """Every place's part to the first place, and the whole's statistics back to each.
+
+    One node for all of them, which runs once the gradients of all are there: were each part a node of its own, the
+    first place's queue could be made to wait for another's before it is given its own share of the work.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, link: Link, places: tuple[Any, ...], *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.link, ctx.places = link, places
+        with _on_all(link, places):
+            whole, ctx.shares = pooled(torch.stack(_brought(parts, link, places[:1] * len(places))))
+            return whole, *(link.copy(whole, place) for place in places[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        link, places = ctx.link, ctx.places
+        with _on_all(link, places):
+            grad = torch.stack(_brought(grads, link, places[:1] * len(places))).sum(0)
+            return None, None, *_brought(ctx.shares.gradients(grad).unbind(0), link, places)
+
+
+def _brought(tensors: Sequence[Tensor], link: Link, places: Sequence[Any]) -> list[Tensor]:
+    """Each at its place: a copy, if it is at another."""
+    return [send(tensor, link, place) for tensor, place in zip(tensors, places, strict=True)]
+
+
+@contextmanager
+def _on_all(link: Link, places: Sequence[Any]) -> Iterator[None]:
+    """Work inside is queued where that of each place is; what is made of nothing is the first one's."""
     with ExitStack() as stack:
-        for place in dict.fromkeys([*places, home]):
+        for place in dict.fromkeys(reversed(places)):
             stack.enter_context(link.on(place))
-        whole = apply(_Pooled, *(send(payload.part, link, home) for payload in payloads))
-        return [send(whole, link, place) for place in places]
-
-
-class _Pooled(torch.autograd.Function):
-    """`pooled`, of parts that are at one place."""
-
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        whole, ctx.shares = pooled(torch.stack(parts))
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        gradients: Tensor = ctx.shares.gradients(grads[0])
-        return gradients.unbind(0)
+        yield

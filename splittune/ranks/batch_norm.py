@@ -34,15 +34,13 @@ class SynchronisedBatchNorm(_BatchNorm):
     Made of a model's layers by `synchronised_batch_norm`.
     """
 
-    is_counted: bool = True
-    """Whether what it is given enters the statistics; False for a stand-in, see `set_counted`."""
     process_group: dist.ProcessGroup | None = None
     """None for the default group."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as torch's layers name it
         if not self.training or not _spans_ranks(self.process_group):
             return super().forward(input)
-        return batch_norm(self, input, partial(_pool, group=self.process_group), is_counted=self.is_counted)
+        return batch_norm(self, input, partial(_pool, group=self.process_group), is_counted=_NOW.is_counted)
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
@@ -114,17 +112,22 @@ def check_synchronisable(model: nn.Module) -> None:
             )
 
 
-def set_counted(model: nn.Module, is_counted: bool) -> None:
-    """Whether what `model` is given from now on enters the statistics of its synchronised layers.
+def set_counted(is_counted: bool) -> None:
+    """Whether what this process runs from now on enters the statistics of synchronised layers, of whatever model.
 
-    A rank without a sample in a micro-batch calls ``set_counted(model, False)`` before it runs its
-    stand-in, which all layers then normalise and no statistics see, and ``set_counted(model, True)``
-    before its next micro-batch. It must hold until the backward has ended, where checkpoints run
-    layers again.
+    A rank without a sample in a micro-batch calls ``set_counted(False)`` before it runs its
+    stand-in, which all layers then normalise and no statistics see, and ``set_counted(True)`` before
+    its next micro-batch. It must hold until the backward has ended, where checkpoints run layers
+    again. `SplitConfig.micro_batches` does all this.
     """
-    for module in modules_of(model):
-        if isinstance(module, SynchronisedBatchNorm):
-            module.is_counted = is_counted
+    _NOW.is_counted = is_counted
+
+
+class _Now:
+    is_counted = True
+
+
+_NOW = _Now()  # a fact of what the loop is at, rather than of a layer: several models may be given the stand-in
 
 
 def _spans_ranks(group: dist.ProcessGroup | None) -> bool:

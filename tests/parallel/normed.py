@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.models import gradients, loss_of
 
@@ -62,6 +63,26 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Checkpointed(nn.Module):
+    """Its forward runs again in backward, and with it the running statistics are updated again, as on one device."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.Tanh(), nn.BatchNorm2d(CHANNELS))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.body, x, use_reentrant=self.use_reentrant)
+        return out
+
+
+CHECKPOINTED: dict[str, Callable[[], nn.Module]] = {
+    "checkpointed": lambda: Checkpointed(use_reentrant=False),
+    "checkpointed, reentrant": lambda: Checkpointed(use_reentrant=True),
+}
+"""Where replicas of one process would have to wait in a backward that has one thread for all; ranks have their own."""
+
+
 class Net(nn.Module):
     """Convolutions around the norm; of the images' channels two have means far larger than their variances."""
 
@@ -79,10 +100,10 @@ class Net(nn.Module):
 def make(name: str, dtype: torch.dtype = torch.float64, memory_format: torch.memory_format | None = None) -> nn.Module:
     """The same one every time."""
     torch.manual_seed(0)
-    model = Net(NORMS[name](), first=nn.BatchNorm2d(2) if name == "on the inputs" else None)
+    model = Net((NORMS | CHECKPOINTED)[name](), first=nn.BatchNorm2d(2) if name == "on the inputs" else None)
     was_training = [module.training for module in model.modules()]
+    model.eval()(images(2, torch.float32))  # the lazy layer takes its shape
     with torch.no_grad():
-        model.eval()(images(2, torch.float32))  # the lazy layer takes its shape
         for module, mode in zip(model.modules(), was_training, strict=True):
             module.training = mode
         for parameter in model.parameters():

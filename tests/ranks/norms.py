@@ -53,7 +53,7 @@ def on_ranks(group: dist.ProcessGroup | None, case: NormCase) -> dict[str, Tenso
     for number, sizes in enumerate(case.sizes):
         first = start + sum(sizes[:rank])
         mine = list(range(first, first + sizes[rank]))
-        set_counted(wrapped, bool(mine))
+        set_counted(bool(mine))
         wrapped.require_backward_grad_sync = number == len(case.sizes) - 1
         output = wrapped(batch[mine or [0]])  # one sample stands in where there is none
         loss = loss_of(output) * (len(mine) * ranks / len(batch))
@@ -61,6 +61,7 @@ def on_ranks(group: dist.ProcessGroup | None, case: NormCase) -> dict[str, Tenso
         outputs.append(output.detach()[: len(mine)])
         own += mine
         start += sum(sizes)
+    set_counted(True)
     state = {
         f"gradient of {name.removeprefix('module.')}": parameter.grad
         for name, parameter in wrapped.named_parameters()
@@ -77,7 +78,7 @@ def on_ranks(group: dist.ProcessGroup | None, case: NormCase) -> dict[str, Tenso
     }
 
 
-def by_config(group: dist.ProcessGroup | None, case: NormCase) -> dict[str, Tensor]:
+def by_config(group: dist.ProcessGroup | None, case: NormCase, names_model: bool) -> dict[str, Tensor]:
     """Gradients and statistics on this rank, of the loop that every user writes."""
     model, batch = model_and_batch(case)
     sizes = tuple(zip(*case.sizes, strict=True))
@@ -85,7 +86,7 @@ def by_config(group: dist.ProcessGroup | None, case: NormCase) -> dict[str, Tens
     options = {} if group is None else {"process_group": group}
     wrapped = config.wrap(model, sync_batch_norm=True, ddp_options=options)
     share = share_of((batch.detach(), torch.arange(len(batch))), sizes, dist.get_rank(group))
-    for micro in config.micro_batches(share, wrapped):
+    for micro in config.micro_batches(share, wrapped if names_model else None):
         (loss_of(wrapped(micro.batch[0])) * micro.weight).backward()
     grads = {f"gradient of {name}": grad for name, grad in gradients(wrapped).items() if grad is not None}
     return {**grads, **statistics_of(model)}
@@ -106,11 +107,13 @@ def in_half_precision(group: dist.ProcessGroup | None, sizes: tuple[int, ...]) -
 def of_one_value(group: dist.ProcessGroup | None) -> str:
     """What a layer says of a single value a channel in all ranks; the others run a stand-in."""
     layer = synchronised_batch_norm(nn.BatchNorm1d(2), group)
-    set_counted(layer, dist.get_rank(group) == 1)
+    set_counted(dist.get_rank(group) == 1)
     try:
         layer(torch.ones(1, 2))
     except ValueError as error:
         return str(error)
+    finally:
+        set_counted(True)
     return ""
 
 

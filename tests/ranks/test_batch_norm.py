@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from splittune.errors import ConfigError
-from splittune.ranks.batch_norm import SynchronisedBatchNorm, set_counted, synchronised_batch_norm
+from splittune.ranks.batch_norm import SynchronisedBatchNorm, synchronised_batch_norm
 from tests.parallel.models import assert_same
-from tests.parallel.normed import NORMS, images, make, one_device
+from tests.parallel.normed import CHECKPOINTED, NORMS, images, make, one_device
 from tests.ranks.norms import (
     NormCase,
     Own,
@@ -46,6 +46,9 @@ def check(pool: Pool, case: NormCase) -> None:
     assert {*answers[0], *got} == set(expected)
 
 
+MODELS = sorted([*NORMS, *CHECKPOINTED])
+
+
 @st.composite
 def sizes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
     """Samples of each rank in each of a step's micro-batches: any, two at least in each."""
@@ -55,19 +58,21 @@ def sizes(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
 
 
 @settings(max_examples=60)
-@given(name=st.sampled_from(sorted(NORMS)), sizes=sizes())
+@given(name=st.sampled_from(MODELS), sizes=sizes())
 def test_a_step_is_that_of_one_device(pool: Pool, name: str, sizes: tuple[tuple[int, ...], ...]) -> None:
     """Any shares, none included: outputs, gradients of parameters and inputs, running statistics on every rank."""
     check(pool, NormCase(name=name, sizes=sizes))
 
 
 @settings(max_examples=30)
-@given(name=st.sampled_from(sorted(NORMS)), sizes=sizes())
-def test_so_is_the_loop_of_a_config(pool: Pool, name: str, sizes: tuple[tuple[int, ...], ...]) -> None:
+@given(name=st.sampled_from(MODELS), sizes=sizes(), names_model=st.booleans())
+def test_so_is_the_loop_of_a_config(
+    pool: Pool, name: str, sizes: tuple[tuple[int, ...], ...], names_model: bool
+) -> None:
     """`config.wrap(model, sync_batch_norm=True)` and `config.micro_batches`, which knows the stand-ins."""
     case = NormCase(name=name, sizes=sizes)
     expected = expected_of(case)
-    for answer in pool.run(by_config, case, num_ranks=len(sizes[0])):
+    for answer in pool.run(by_config, case, names_model, num_ranks=len(sizes[0])):
         assert_same(answer, {key: expected[key] for key in answer}, 1e-12)
         assert {*answer, "outputs", "gradient of the inputs"} == set(expected)
 
@@ -171,12 +176,3 @@ def test_a_layer_with_a_forward_of_its_own_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"layer 1\.0 is a Own: expected torch's"):
         synchronised_batch_norm(model)
     assert type(model[0]) is nn.BatchNorm2d
-
-
-def test_who_counts_is_told_to_every_layer() -> None:
-    """And taken back."""
-    model = synchronised_batch_norm(full_of_things())
-    for is_counted in (False, True):
-        set_counted(model, is_counted)
-        layers = [each for each in model.modules() if isinstance(each, SynchronisedBatchNorm)]
-        assert [each.is_counted for each in layers] == [is_counted] * 3
