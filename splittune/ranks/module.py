@@ -80,25 +80,16 @@ class DistributedSplit(DistributedDataParallel, SplitModule):  # type: ignore[mi
         self._has_reduced = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._has_reduced = True
         if self._loss is None:
-            return self._outputs(inputs, kwargs)
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         args, kwargs = self._loss.arranged(inputs, kwargs)
-        output = self._outputs(args[:-1], kwargs)
+        output = super().forward(*args[:-1], **kwargs)  # type: ignore[no-untyped-call]
         targets = self.to_output(args[-1])
         if torch.is_grad_enabled() and self._loss.weight_fn is not None and not self._loss.weight_of(targets, 1):
             return _zero_of(output)  # a mean over no tokens is NaN, and a weight of 0 does not help
         return self._loss.loss_fn(output, targets)
-
-    def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if self.static_graph and not self._has_reduced and self.require_backward_grad_sync:
-            for tensor in all_tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._note_reduced)
-        return output
-
-    def _note_reduced(self, _gradient: Tensor) -> None:
-        self._has_reduced = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ class Case:
     leaves_unused: bool = False
     loss_in_wrapper: bool = False
     looks_first: bool = False
-    """The model is called once, and nothing done with what it gives, before the first step."""
+    """The model is called once before the first step, and nothing is done with what it gives."""
     seed: int = 0
     ddp_options: dict[str, Any] = field(default_factory=dict)
 
