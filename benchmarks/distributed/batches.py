@@ -1,8 +1,9 @@
-"""Every sample once, in the batches of one device: random cases of a sharded loader, resumed ones among them.
+"""Every sample once, in the batches of one device: random cases of a sharded loader.
 
-A case has its data set, batch size, accumulation steps, shares, sampler, number of ranks, a step at which
-it is broken off, and a number of ranks to go on with. One device's batches are those of torch's own
-DataLoader; how a batch is to be dealt out is written here again, apart from what is judged.
+A case has its data set, batch size, accumulation steps, shares, sampler, number of ranks, a step at
+which it is broken off, and a number of ranks to go on with. One device's batches are those of
+torch's own DataLoader; how a batch is to be dealt out is written here again, apart from what is
+judged.
 
 `python -m benchmarks.distributed.batches`; arguments: the number of cases, the seed.
 """
@@ -83,7 +84,7 @@ class Judged:
 
 
 def expected_sizes(num_samples: int, case: Case) -> list[int]:
-    """A full batch in the tuned micro-batches, a short one in the fewest that hold it; dealt one by one."""
+    """A full batch in the tuned micro-batches, a short one in the fewest that hold it."""
     num_parts = case.accumulation_steps
     if num_samples < case.batch_size:
         largest = -(-case.batch_size // case.accumulation_steps)
@@ -95,7 +96,7 @@ def expected_sizes(num_samples: int, case: Case) -> list[int]:
 
 
 def expected_shards(micro_batch_size: int, tuned: Sequence[int]) -> list[int]:
-    """In proportion to the tuned shares, the largest remainders rounded up, of equal ones the last."""
+    """In proportion to the tuned shares, the largest remainders rounded up, the last of equals."""
     quotas = [Fraction(micro_batch_size * share, sum(tuned)) for share in tuned]
     shards = [int(quota) for quota in quotas]
     order = sorted(range(len(tuned)), key=lambda rank: (quotas[rank] % 1, rank), reverse=True)
@@ -135,7 +136,7 @@ class Shuffled(Sampler[int]):
 
 
 class OfUnlikeSizes(Sampler[list[int]]):
-    """A user's own batch sampler: batches of any size up to the largest, drawn one after another."""
+    """A user's own batch sampler: batches of any size up to the largest, drawn one by one."""
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         self._num_samples, self._batch_size = num_samples, batch_size
@@ -226,7 +227,10 @@ def one_device(case: Case, seed: int) -> list[list[list[int]]]:
 
 
 def seed_shared(seed: int) -> None:
-    """Seed the generators that everybody shares; ``torch.manual_seed`` would keep a note each time for the cards."""
+    """Seed the generators that everybody shares.
+
+    ``torch.manual_seed`` would keep a note for the cards, each time.
+    """
     torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
     random.seed(seed)
 
@@ -235,7 +239,7 @@ def seed_shared(seed: int) -> None:
 
 
 def draw_case(draws: random.Random) -> Case:
-    """Up to 30 samples in batches of up to 12, on up to 5 ranks: small enough that every edge is met."""
+    """Up to 30 samples in batches of up to 12, on up to 5 ranks: small, so that edges are met."""
     num_samples, batch_size = draws.randint(1, 30), draws.randint(1, 12)
     accumulation_steps = draws.randint(1, batch_size)
     largest = -(-batch_size // accumulation_steps)
@@ -259,7 +263,7 @@ def draw_case(draws: random.Random) -> Case:
 
 
 def draw_shards(draws: random.Random, total: int, num_ranks: int) -> tuple[int, ...]:
-    """Any shares, none among them: samples that fall to ranks one by one, by weights that are far apart."""
+    """Any shares, 0 too: samples that fall to ranks one by one, by weights that are far apart."""
     weights = [draws.random() ** 3 for _ in range(num_ranks)]
     fallen = Counter(draws.choices(range(num_ranks), weights, k=total))
     return tuple(fallen[rank] for rank in range(num_ranks))
@@ -308,7 +312,7 @@ def sharded(case: Case, shard_sizes: tuple[int, ...], seed: int, *, user_seed: i
 
 
 def taken(loader: ShardedLoader, stop: int | None, rank: int) -> list[RankShare]:
-    """Its shares up to `stop`; the process has drawn other numbers than those of the other ranks."""
+    """Its shares up to `stop`; the process has drawn other numbers than those of other ranks."""
     seed_shared(1000 + rank)
     return list(islice(iter(loader), stop))
 

@@ -32,7 +32,9 @@ class PartOfSamples:
 
 
 class PartOfBatch:
-    """Takes this rank's samples out of a whole batch, as `select_batch` does; for a loader's ``collate_fn``.
+    """Takes this rank's samples out of a whole batch; for a loader's ``collate_fn``.
+
+    They are copies, nested as the batch is: see `select_batch`.
 
     Raises:
         ConfigError: at the call: no sample or more than the split was tuned for, no tensor, or

@@ -30,7 +30,7 @@ class GlobalRandom(NamedTuple):
 
     @classmethod
     def of_seed(cls, seed: int, *, torch_only: bool) -> GlobalRandom:
-        """As after ``torch.manual_seed``, ``random.seed`` and ``numpy.random.seed``, without calling them."""
+        """As after seeding each with `seed`; they are not touched."""
         state = torch.Generator().manual_seed(seed).get_state()
         if torch_only:
             return cls(state, None, None)
@@ -46,7 +46,7 @@ class GlobalRandom(NamedTuple):
 
 
 class AgreedDraws:
-    """Inside ``with draws:`` the shared generators are a stream of their own, seeded alike on all ranks.
+    """Inside ``with draws:`` the shared generators draw the same numbers on all ranks.
 
     They are torch's of the CPU, Python's, and NumPy's where that is loaded. Outside they are the
     caller's, as found: a rank's dropout does not change what is drawn next. What draws from a

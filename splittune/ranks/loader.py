@@ -42,7 +42,8 @@ class ShardedLoader:
     workers draw random numbers, those of each rank are seeded differently.
 
     Of an `IterableDataset`, or with ``batch_size=None``, every rank reads all and keeps its part;
-    its workers are seeded alike. Batches that come whole are cut as `select_batch` does.
+    its workers are seeded alike. A stream must give all ranks the same samples: one that picks some
+    by its rank is shared out already. Batches that come whole are cut as `select_batch` does.
 
     Worked: 13 samples in batches of 8, tuned as 2 micro-batches of 1 + 3. Rank 0 gets 2 samples of
     the first batch, and of the second, which has 5, one and a stand-in; rank 1 gets 6, then 4.
@@ -55,8 +56,8 @@ class ShardedLoader:
         seed: the same on every rank.
 
     Raises:
-        ConfigError: a loader that cannot be shared out (see `check_shardable`), or another number of
-            ranks than shards.
+        ConfigError: a loader that cannot be shared out (see `check_shardable`), or another number
+            of ranks than shards.
     """
 
     def __init__(self, loader: DataLoader[Any], split: BatchSplit, *, rank: int, num_ranks: int, seed: int = 0) -> None:
@@ -142,14 +143,16 @@ class ShardedLoader:
         return self._shares(draws.iterate(found), self._iteration, num_to_read=num_to_read)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next ``iter()`` is epoch `epoch`, from its first batch, or from where a state of it was loaded.
+        """The next ``iter()`` is epoch `epoch`, from its first batch.
 
-        Passed on to the user's sampler, batch sampler and data set, where they have `set_epoch`.
+        Where a state of that epoch was loaded, it is what is left of it. Passed on to the user's
+        sampler, batch sampler and data set, where they have `set_epoch`.
         """
         epoch = checked_int("epoch", epoch, at_least=0)
         if self._is_begun or epoch != self._epoch:
             self._step = 0
         self._epoch, self._is_begun = epoch, False
+        self._iteration += 1  # one that is under way counts no more
         self._epoch_told = epoch
         self._sources.tell(epoch)
 
@@ -173,10 +176,11 @@ class ShardedLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the next ``iter()`` yields the rest of that epoch.
 
-        Indices are skipped, not loaded; of a stream or of whole batches, what is skipped is read.
+        Indices are skipped, not loaded; of a stream, what is skipped is read.
 
         Raises:
-            ConfigError: no state of a loader, or one of batches of another size or of other samplers.
+            ConfigError: no state of a loader, or one of batches of another size or of other
+                samplers; nothing is changed.
         """
         self._check_state(state)
         self._sources.put_back(state["order"])
@@ -185,9 +189,10 @@ class ShardedLoader:
             self._sources.tell(self._epoch_told)
         self._epoch, self._step, self._seed = state["epoch"], state["step"], state["seed"]
         self._are_workers_seeded, self._is_begun = state["are_workers_seeded"], False
+        self._iteration += 1
 
     def facts(self) -> dict[str, str]:
-        """What must be the same on every rank, in words, for the ranks to compare before the first step.
+        """What must be the same on every rank, in words: to be compared before the first step.
 
         Worked: ``{"samples in the data set": "13", "global batch size": "8", ...}``. The last is a
         digest of the states of the samplers' own generators: it differs where those were seeded
@@ -237,7 +242,7 @@ class ShardedLoader:
         return same, DataLoader(loader.dataset, sampler=same, **options)
 
     def _seed_workers(self, draws: AgreedDraws) -> None:
-        """Draw the workers' seed where one device draws it, so that what is drawn after is the same.
+        """Draw the workers' seed where one device draws it: what is drawn next is then the same.
 
         A loader draws it from the generator that its sampler may share: at every ``iter()``, unless
         its workers stay.

@@ -28,9 +28,9 @@ class SameOrder(Sampler[Any]):
         self._entries, self._draws, self._num_skipped = entries, AgreedDraws(0), 0
 
     def begin(self, draws: AgreedDraws, *, num_skipped: int = 0) -> None:
-        """What the next ``iter()`` draws from, and how many entries it passes over: drawn, and not loaded.
+        """What the next ``iter()`` draws from, and how many entries it passes over.
 
-        `draws` has the same seed on every rank.
+        Those are drawn, and not loaded. `draws` has the same seed on every rank.
         """
         self._draws, self._num_skipped = draws, num_skipped
 
@@ -58,7 +58,7 @@ class RankBatchSampler(SameOrder):
         super().__init__(batches)
         self._split, self._rank = split, rank
         self.sizes: deque[int] = deque()
-        """The samples of each global batch that the latest ``iter()`` has given indices of, in order.
+        """Of the latest ``iter()``: the samples of each global batch that it has given indices of.
         Workers are given theirs ahead of time: whoever gets what they loaded takes its size from
         the left."""
 

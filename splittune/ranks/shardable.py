@@ -27,7 +27,7 @@ def check_shardable(loader: Any, split: BatchSplit) -> None:
     """Refuse what cannot be shared out as `split` says, before anything of it is read.
 
     Raises:
-        ConfigError: no `DataLoader`, one that is shared out already or iterates in a way of its own,
+        ConfigError: no `DataLoader`, one that is shared out already or iterates in its own way,
             batches of another size than the config's, or a data set without the length that its
             sampler needs.
     """
@@ -54,7 +54,7 @@ def check_shardable(loader: Any, split: BatchSplit) -> None:
 
 
 def reads_whole_batches(loader: DataLoader[Any]) -> bool:
-    """Whether every rank must read all: samples of a stream, or batches that come as one, have no index."""
+    """Whether every rank must read all: the samples of streams and whole batches have no index."""
     return isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
 
 

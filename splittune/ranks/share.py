@@ -11,11 +11,12 @@ from splittune.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankShare:
-    """What a sharded loader gives a rank for one optimizer step, and what the weights need of the whole batch.
+    """What a sharded loader gives a rank for one optimizer step, and what weights need beside it.
 
-    Worked: tuned for 8 samples in 2 micro-batches, shares 1 + 3, a last batch of 5 runs as 3 and 2 samples.
-    Rank 0 has ``sizes=(1, 0)`` and rank 1 ``sizes=(2, 2)``; both have ``micro_batch_sizes=(3, 2)`` and
-    ``num_samples=5``. Rank 0's `batch` holds two samples: its own, and the stand-in for the second micro-batch.
+    Worked: tuned for 8 samples in 2 micro-batches, shares 1 + 3, a last batch of 5 runs as 3 and 2
+    samples. Rank 0 has ``sizes=(1, 0)`` and rank 1 ``sizes=(2, 2)``; both have
+    ``micro_batch_sizes=(3, 2)`` and ``num_samples=5``. Rank 0's `batch` holds two samples: its own,
+    and the stand-in for the second micro-batch.
 
     Raises:
         ConfigError: as many sizes as micro-batches are not given, a size is out of range, or the
@@ -23,9 +24,9 @@ class RankShare:
     """
 
     batch: Any
-    """This rank's samples of all micro-batches, in order, as the user's loader collates them. Where one of
-    `sizes` is 0, one more follows at the end: the stand-in, a real sample of the same global batch that is run
-    in every such micro-batch and counts nothing."""
+    """This rank's samples of all micro-batches, in order, as the user's loader collates them. Where
+    one of `sizes` is 0, one more follows at the end: the stand-in, a real sample of the same global
+    batch that is run in every such micro-batch and counts nothing."""
     sizes: tuple[int, ...]
     """This rank's samples in each micro-batch, 0 for none; as many entries on every rank."""
     micro_batch_sizes: tuple[int, ...]

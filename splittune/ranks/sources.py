@@ -13,28 +13,23 @@ from splittune.ranks.draws import generators_in, put_back, state_of
 
 
 class OrderSources:
-    """The state of a loader's order: of the generators it keeps, and of samplers with a ``state_dict``.
+    """The state of a loader's order: of its generators, and of samplers with a ``state_dict``.
 
     A loader's samplers are asked, and an `IterableDataset`, which is its own order. Worked:
     ``DataLoader(data, shuffle=True, generator=g)`` has one source, `g`.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        parts: list[Any] = [
-            loader,
-            loader.sampler,
-            loader.batch_sampler,
-            getattr(loader.batch_sampler, "sampler", None),
-        ]
-        if isinstance(loader.dataset, IterableDataset):
-            parts.append(loader.dataset)
-        distinct = {id(part): part for part in parts if part is not None}
-        self._generators = generators_in(*distinct.values())
-        self._stateful: list[Any] = [part for part in distinct.values() if hasattr(part, "load_state_dict")]
-        self.are_torchs = all(type(part).__module__ == Sampler.__module__ for part in parts[1:] if part is not None)
+        batch_sampler = loader.batch_sampler
+        samplers = _distinct(loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        self.are_torchs = all(type(sampler).__module__ == Sampler.__module__ for sampler in samplers)
         """Whether all samplers are torch's own, which draw from torch's generators only."""
-        told: dict[int, Any] = {**distinct, id(loader.dataset): loader.dataset}
-        self._told: list[Any] = [part for part in told.values() if hasattr(part, "set_epoch")]
+        # the loader's own generator seeds its workers, and those a stream's order
+        deciding = [*samplers, loader, loader.dataset] if isinstance(loader.dataset, IterableDataset) else samplers
+        self._deciding = generators_in(*deciding)
+        self._generators = generators_in(loader, *deciding)
+        self._stateful = [part for part in deciding if hasattr(part, "load_state_dict")]
+        self._told = [part for part in _distinct(*samplers, loader.dataset) if hasattr(part, "set_epoch")]
 
     def captured(self) -> dict[str, list[Any]]:
         """Their states now."""
@@ -66,7 +61,11 @@ class OrderSources:
             part.set_epoch(epoch)
 
     def digest(self) -> str:
-        """12 digits that differ where states do: for ranks to compare."""
-        captured = self.captured()
-        numbers = [tensor.tolist() for _, tensor in tensors_of(captured)]
-        return hashlib.sha256(f"{numbers}{captured}".encode()).hexdigest()[:12]
+        """12 digits that differ where states do that decide the order: for ranks to compare."""
+        states = [*map(state_of, self._deciding), *(part.state_dict() for part in self._stateful)]
+        numbers = [tensor.tolist() for _, tensor in tensors_of(states)]
+        return hashlib.sha256(f"{numbers}{states}".encode()).hexdigest()[:12]
+
+
+def _distinct(*parts: Any) -> list[Any]:
+    return list({id(part): part for part in parts if part is not None}.values())

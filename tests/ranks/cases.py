@@ -35,6 +35,8 @@ class Case:
     freezes: bool = False
     leaves_unused: bool = False
     loss_in_wrapper: bool = False
+    looks_first: bool = False
+    """The model is called once before the first step, and nothing is done with what it gives."""
     seed: int = 0
     ddp_options: dict[str, Any] = field(default_factory=dict)
 
@@ -189,6 +191,8 @@ def train_on_ranks(group: dist.ProcessGroup | None, case: Case) -> Trained:
     )
     trainer = _Trainer(case, model)
     gradients = []
+    if case.looks_first:
+        (model.module if in_wrapper else model)(batches_of(case)[0][0])
     for batch, sizes in zip(batches_of(case), case.sizes, strict=True):
         share = share_of(batch, sizes, dist.get_rank(group))
         for micro in config.micro_batches(share, model):

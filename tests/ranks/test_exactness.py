@@ -69,6 +69,7 @@ def test_gradients_are_one_devices(pool: Pool, case: Case) -> None:
         {"counts_tokens": True},
         {"float64": False, "scales": True, "clips": True},
         {"ddp_options": {"static_graph": True}},
+        {"ddp_options": {"static_graph": True}, "looks_first": True},
         {"ddp_options": {"static_graph": True, "gradient_as_bucket_view": True}},
         {"leaves_unused": True, "freezes": True},
         {"leaves_unused": True, "ddp_options": {"static_graph": True}},

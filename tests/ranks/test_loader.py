@@ -207,3 +207,12 @@ def test_what_ranks_must_agree_on_is_said_in_words() -> None:
     assert unlike == {"samples in the data set", "seed", "state of the samplers"}
     next(iter(first))
     assert first.facts()["epoch and step"] == "0 and 1"
+
+
+def test_a_generator_that_only_seeds_workers_may_differ() -> None:
+    """Where samples are taken in order, or a sampler has a generator of its own."""
+    first, second = (
+        ShardedLoader(DataLoader(range(8), batch_size=8, generator=seeded(seed)), SPLIT, rank=0, num_ranks=2)
+        for seed in (1, 2)
+    )
+    assert first.facts() == second.facts()

@@ -119,6 +119,19 @@ def test_an_epoch_that_was_given_up_is_followed_by_the_next() -> None:
     assert ranks[0].state_dict()["epoch"] == 2
 
 
+def test_an_iteration_under_way_counts_no_more_after_another_place_was_set() -> None:
+    """Neither after set_epoch nor after a state was loaded."""
+    loader = ShardedLoader(shuffled(), SPLIT, rank=0, num_ranks=2)
+    state = loader.state_dict()
+    for change in (lambda: loader.set_epoch(4), lambda: loader.load_state_dict(state)):
+        under_way = iter(loader)
+        next(under_way)
+        change()
+        place = loader.state_dict()["epoch"], loader.state_dict()["step"]
+        assert len(list(under_way)) == 2
+        assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == place
+
+
 class Alternating(Sampler[int]):
     """Forwards in even epochs, backwards in odd ones."""
 
