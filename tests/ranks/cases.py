@@ -37,6 +37,8 @@ class Case:
     loss_in_wrapper: bool = False
     looks_first: bool = False
     """The model is called once before the first step, and nothing is done with what it gives."""
+    device: str | None = None
+    """The ranks'; None for the CPU, on which the config was tuned."""
     seed: int = 0
     ddp_options: dict[str, Any] = field(default_factory=dict)
 
@@ -152,7 +154,7 @@ class _Trainer:
         if self.case.clips:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
         gradients = {
-            name.removeprefix("module."): parameter.grad.clone()
+            name.removeprefix("module."): parameter.grad.detach().cpu().clone()
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None
         }
@@ -187,17 +189,18 @@ def train_on_ranks(group: dist.ProcessGroup | None, case: Case) -> Trained:
         net_of(case),
         loss_of if in_wrapper else None,
         weight_fn=tokens_in if case.counts_tokens else None,
+        devices=case.device,
         ddp_options=options,
     )
     trainer = _Trainer(case, model)
     gradients = []
     if case.looks_first:
-        (model.module if in_wrapper else model)(batches_of(case)[0][0])
+        (model.module if in_wrapper else model)(batches_of(case)[0][0].to(model.output_device))
     for batch, sizes in zip(batches_of(case), case.sizes, strict=True):
         share = share_of(batch, sizes, dist.get_rank(group))
         for micro in config.micro_batches(share, model):
             inputs, targets = micro.batch
-            loss = model(inputs, targets) if in_wrapper else loss_of(model(inputs), targets)
+            loss = model(inputs, targets) if in_wrapper else loss_of(model(inputs), targets.to(model.output_device))
             trainer.backward(loss * micro.weight)
         gradients.append(trainer.update())
     return gradients, _detached(model.unwrap())
@@ -213,4 +216,4 @@ def errors_of(trained: Trained, truth: Trained) -> Iterator[float]:
 
 
 def _detached(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}

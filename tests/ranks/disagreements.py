@@ -60,10 +60,12 @@ def wrap_in_new_group(
 
 def shard(_: dist.ProcessGroup | None, keywords: dict[str, Any]) -> str:
     """How many batches ``config.shard`` gives; of all four ranks, for there is one default group."""
-    keywords = {"samples": 96, "batch_size": 48, "seed": None, "waits": True, **keywords}
+    keywords = {"samples": 96, "batch_size": 48, "seed": None, "drawn_by": 0, "can_be_sharded": True, **keywords}
     samples, batch_size, seed = keywords.pop("samples"), keywords.pop("batch_size"), keywords.pop("seed")
-    loader: Any = DataLoader(TensorDataset(torch.arange(samples)), batch_size=batch_size, shuffle=True)
-    if not keywords.pop("waits"):
+    generator = torch.Generator().manual_seed(keywords.pop("drawn_by"))
+    data = TensorDataset(torch.arange(samples))
+    loader: Any = DataLoader(data, batch_size=batch_size, shuffle=True, generator=generator)
+    if not keywords.pop("can_be_sharded"):
         loader = [torch.zeros(3)]
     return str(len(config_of(4, **keywords).shard(loader, seed=seed, timeout_s=30.0)))
 
