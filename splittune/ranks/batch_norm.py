@@ -161,7 +161,7 @@ def _pool(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     whole: Tensor = apply(_OverRanks, part, group)
     # of a card the host would have to wait for it, in every layer: there a single value has variance 0
     if whole.device.type == "cpu" and whole.size(1):
-        refuse_single_value(float(whole[2, 0]), "all ranks together")
+        refuse_single_value(whole[2, 0].item(), "all ranks together")
     return whole
 
 
