@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from reprlib import repr as short_repr
-from typing import TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 
@@ -24,6 +24,8 @@ from splittune.split import BatchSplit
 from splittune.units import format_time
 
 _Config = TypeVar("_Config", bound="ConfigData")
+
+Strategy = Literal["dp", "ddp"]
 
 # Characters of a message about a broken file; what quotes thousands of entries is cut in the middle.
 _MAX_MESSAGE = 1000
@@ -71,6 +73,8 @@ class ConfigData:
     """Where the loss was computed when this was measured: "replica" wants ``wrap(model, loss_fn)``."""
     eval_batch_size: int | None = None
     """Samples that the wrapped model takes at once under ``torch.no_grad()``; None where that was not measured."""
+    strategy: Strategy = "dp"
+    """"dp": one process trains on all devices. "ddp": a process for each, rank i has share i, as under torchrun."""
     seed: int = 0
     versions: dict[str, str] = field(default_factory=current_versions, hash=False)
     created: str = field(default_factory=_now)
@@ -95,6 +99,8 @@ class ConfigData:
             object.__setattr__(self, "eval_batch_size", size)
         if self.loss_placement not in get_args(LossPlacement):
             raise ConfigError(f"loss_placement is {self.loss_placement!r}: expected one of {get_args(LossPlacement)}.")
+        if self.strategy not in get_args(Strategy):
+            raise ConfigError(f"strategy is {short_repr(self.strategy)}: expected one of {get_args(Strategy)}.")
         self._check_origin()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -138,7 +144,8 @@ class ConfigData:
 
     def summary(self) -> str:
         """One line: the split, the devices, and what was measured, 'modelled' where it was."""
-        parts = [f"{self.split} on {self.virtual_spec or names_of(self.devices)}"]
+        ranks = ", a rank for each" if self.strategy == "ddp" else ""
+        parts = [f"{self.split} on {self.virtual_spec or names_of(self.devices)}{ranks}"]
         if self.throughput is not None:
             parts.append(f"{self.throughput:.1f} samples/s")
         if self.step_time_s is not None:

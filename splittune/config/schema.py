@@ -1,7 +1,8 @@
 """The JSON text of a `SplitConfig`: written for people, read with suspicion.
 
 One object, every key required and none other allowed, units in the key names. A config is written in the oldest schema
-that can say it: 1 as shown; 2 has ``"eval_batch_size": 512`` as well, and is written where that is known::
+that can say it: 1 as shown; 2 has ``"eval_batch_size": 512`` as well, and is written where that is known; 3 has
+``"strategy": "ddp"`` besides, and is written where several processes train::
 
     {
         "schema": 1,
@@ -40,7 +41,7 @@ from splittune.split import BatchSplit
 if TYPE_CHECKING:
     from splittune.config.data import ConfigData
 
-SCHEMA = 2
+SCHEMA = 3
 """The newest; raised by one whenever an older splittune could no longer read what this one writes."""
 
 _SPLIT_KEYS = tuple(field.name for field in fields(BatchSplit))
@@ -50,6 +51,7 @@ _KEYS = (
     "created",
     "versions",
     "split",
+    "strategy",
     "loss_placement",
     "eval_batch_size",
     "throughput_samples_per_s",
@@ -61,12 +63,12 @@ _KEYS = (
     "planned_peak_reserved_bytes",
     "devices",
 )
-_SINCE_SCHEMA_2 = ("eval_batch_size",)
+_SINCE = {"eval_batch_size": 2, "strategy": 3}
 
 
 def config_to_text(config: ConfigData) -> str:
     """`config` as indented JSON that ends in a newline; `fields_from_text` reads it back."""
-    schema = 1 if config.eval_batch_size is None else 2
+    schema = 3 if config.strategy != "dp" else 1 if config.eval_batch_size is None else 2
     values = {key: getattr(config, key) for key in _KEYS if key not in ("schema", "throughput_samples_per_s")}
     data: dict[str, Any] = {"schema": schema, "throughput_samples_per_s": config.throughput, **values}
     data |= {"split": asdict(config.split), "devices": [asdict(device) for device in config.devices]}
@@ -100,7 +102,7 @@ def fields_from_text(text: str) -> dict[str, Any]:
 
 
 def _keys_of(schema: int) -> tuple[str, ...]:
-    return tuple(key for key in _KEYS if schema > 1 or key not in _SINCE_SCHEMA_2)
+    return tuple(key for key in _KEYS if schema >= _SINCE.get(key, 1))
 
 
 def _parse(text: str) -> dict[str, Any]:

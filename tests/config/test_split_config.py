@@ -266,11 +266,12 @@ def test_the_file_is_json_for_people(tmp_path: Path) -> None:
 
 
 def test_a_file_is_written_in_the_oldest_schema_that_can_say_it(tmp_path: Path) -> None:
-    """Without an evaluation batch size any splittune reads the file; with one it says that it needs a newer one."""
-    for known, schema in ((None, 1), (512, SCHEMA)):
-        path = config(eval_batch_size=known).save(tmp_path / "split.json")
+    """With neither an evaluation batch size nor ranks any splittune reads the file; else it says that it needs a newer."""
+    ranks: dict[str, Any] = {"strategy": "ddp"}
+    for fields, schema in ((ranks, SCHEMA), ({}, 1), ({"eval_batch_size": 512}, 2)):
+        path = config(**fields).save(tmp_path / "split.json")
         assert json.loads(path.read_text())["schema"] == schema
-        assert SplitConfig.load(path) == config(eval_batch_size=known)
+        assert SplitConfig.load(path) == config(**fields)
     with pytest.raises(ConfigError, match=r"the config has the unknown 'eval_batch_size'"):
         SplitConfig.load(edited(tmp_path / "split.json", eval_batch_size=512))
     with pytest.raises(ConfigError, match=r"the config lacks eval_batch_size"):
@@ -338,7 +339,7 @@ def test_a_folder_is_told_from_a_file(tmp_path: Path) -> None:
         ("", "no complete JSON: Expecting value at line 1, column 1, of 0 characters"),
         ("null", "expected an object with the keys schema,"),
         ("[1, 2]", "this JSON is [1, 2]: expected an object"),
-        ("{}", "schema is missing: expected an integer from 1 to 2. Is this a splittune config at all?"),
+        ("{}", "schema is missing: expected an integer from 1 to 3. Is this a splittune config at all?"),
         ('{"schema": 1}', "the config lacks created, versions, split"),
         ('{"schema": 1, "schema": 2}', "the keys 'schema' stand there twice"),
         ('{"schema": NaN}', "a number is NaN: expected finite numbers only"),
@@ -386,12 +387,13 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ({"min_headroom_bytes": 0}, "min_headroom_bytes is 0: expected a list"),
         ({"throughput_samples_per_s": -1}, "throughput is -1: expected a finite number above 0"),
         ({"created": None}, "created is None"),
-        ({"schema": 3}, "schema is 3, newer than this splittune reads: expected at most 2"),
-        ({"schema": 3, "versions": {"splittune": "9.1"}}, "written by splittune '9.1': upgrade splittune"),
-        ({"schema": 3, "versions": None}, "of a later version: upgrade splittune"),
+        ({"schema": 4}, "schema is 4, newer than this splittune reads: expected at most 3"),
+        ({"schema": 4, "versions": {"splittune": "9.1"}}, "written by splittune '9.1': upgrade splittune"),
+        ({"schema": 4, "versions": None}, "of a later version: upgrade splittune"),
+        ({"schema": 3, "eval_batch_size": None, "strategy": "ring"}, "strategy is 'ring': expected one of ('dp', 'ddp')"),
         ({"schema": 2, "eval_batch_size": 0}, "eval_batch_size is 0: expected an integer of at least 1"),
         ({"schema": 2, "eval_batch_size": "512"}, "eval_batch_size is '512'"),
-        ({"schema": 0}, "schema is 0: expected an integer from 1 to 2"),
+        ({"schema": 0}, "schema is 0: expected an integer from 1 to 3"),
         ({"schema": "1"}, "schema is '1'"),
         ({"schema": True}, "schema is True"),
     ],
