@@ -266,7 +266,7 @@ def test_the_file_is_json_for_people(tmp_path: Path) -> None:
 
 
 def test_a_file_is_written_in_the_oldest_schema_that_can_say_it(tmp_path: Path) -> None:
-    """With neither an evaluation batch size nor ranks any splittune reads the file; else it says that it needs a newer."""
+    """With neither an evaluation batch size nor ranks any splittune reads the file; else it asks for a newer one."""
     ranks: dict[str, Any] = {"strategy": "ddp"}
     for fields, schema in ((ranks, SCHEMA), ({}, 1), ({"eval_batch_size": 512}, 2)):
         path = config(**fields).save(tmp_path / "split.json")
@@ -390,7 +390,10 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ({"schema": 4}, "schema is 4, newer than this splittune reads: expected at most 3"),
         ({"schema": 4, "versions": {"splittune": "9.1"}}, "written by splittune '9.1': upgrade splittune"),
         ({"schema": 4, "versions": None}, "of a later version: upgrade splittune"),
-        ({"schema": 3, "eval_batch_size": None, "strategy": "ring"}, "strategy is 'ring': expected one of ('dp', 'ddp')"),
+        (
+            {"schema": 3, "eval_batch_size": None, "strategy": "ring"},
+            "strategy is 'ring': expected one of ('dp', 'ddp')",
+        ),
         ({"schema": 2, "eval_batch_size": 0}, "eval_batch_size is 0: expected an integer of at least 1"),
         ({"schema": 2, "eval_batch_size": "512"}, "eval_batch_size is '512'"),
         ({"schema": 0}, "schema is 0: expected an integer from 1 to 3"),
