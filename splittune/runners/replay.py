@@ -61,6 +61,9 @@ class PlayingProfiler(Profiler):
         assert isinstance(hardware, VirtualHardware)
         return _Played(split, Player(self.script, hardware.ledger, split.shard_sizes))
 
+    def clean_up(self, is_usable: bool) -> None:
+        """Nothing: what is played makes no tensor, and its devices are gone. Looking for garbage would take longer."""
+
 
 class ScriptKind(NamedTuple):
     """What trials must have in common to be told by one script."""
