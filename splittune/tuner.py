@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from splittune.config import SplitConfig
+from splittune.config.data import Strategy
 from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.foretelling import foretell_beside
 from splittune.hardware import resolve_hardware
@@ -217,7 +218,7 @@ def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> Tune
             runner.close()
         finally:
             callback.on_end()
-    return _result_of(found, job, headroom, options.seed, foretold)
+    return result_of(found, job, headroom, seed=options.seed, foretold=foretold)
 
 
 def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequence[LossPlacement]) -> SearchResult:
@@ -263,9 +264,16 @@ def _is_empty(part: object) -> bool:
     return isinstance(part, tuple) and not part
 
 
-def _result_of(
-    found: SearchResult, job: JobFacts, headroom: tuple[int, ...], seed: int, foretold: Foretold | None
+def result_of(
+    found: SearchResult,
+    job: JobFacts,
+    headroom: tuple[int, ...],
+    *,
+    seed: int,
+    foretold: Foretold | None = None,
+    strategy: Strategy = "dp",
 ) -> TuneResult:
+    """What `autotune` returns of a finished search, with the config to train with."""
     cards, throughput, rate = job.cards, found.best.throughput, job.loader_samples_per_s
     slow = None if rate is None or throughput is None else describe_slow_loader(job.loader_advice, rate, throughput)
     config = SplitConfig(
@@ -276,6 +284,7 @@ def _result_of(
         min_headroom_bytes=headroom,
         planned_peak_reserved_bytes=tuple(memory.peak_reserved_bytes for memory in found.best.memory),
         loss_placement=found.best.loss_placement,
+        strategy=strategy,
         throughput=found.best.throughput,
         step_time_s=found.best.step_time_s,
         seed=seed,

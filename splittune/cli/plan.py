@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -12,7 +12,7 @@ from splittune.cli.console import EXIT_INTERRUPTED, console, log_above_the_bar, 
 from splittune.cli.options import JobArgument, QuietOption, VerboseOption
 from splittune.config.files import check_writable
 from splittune.errors import ConfigError, NoFeasibleSplitError
-from splittune.options import DEFAULT_MAX_TRIALS
+from splittune.options import DEFAULT_MAX_TRIALS, StrategyChoice, strategies_of
 from splittune.planning.request import PlanRequest, checked_machines, checked_request, checked_sizes
 from splittune.planning.result import Plan, PlannedSearch
 from splittune.planning.storage import FinishedRows
@@ -38,6 +38,13 @@ BatchSizesOption = Annotated[
 ]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for capacity.csv, the picture and the configs.")]
 MaxTrialsOption = Annotated[int, typer.Option(min=1, help="Splits to search at most, for each machine and batch size.")]
+StrategyOption = Annotated[
+    str,
+    typer.Option(
+        help='"dp": one process with a replica on each card; "ddp": a process for each card, on one machine or many; '
+        '"either": both, side by side.'
+    ),
+]
 HeadroomOption = Annotated[
     int | None, typer.Option(min=0, help="Bytes that every card must keep free. Default: 5 % of what others leave.")
 ]
@@ -55,12 +62,15 @@ def plan(
     max_trials: MaxTrialsOption = DEFAULT_MAX_TRIALS,
     min_headroom_bytes: HeadroomOption = None,
     storage: StorageOption = None,
+    strategy: StrategyOption = "dp",
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Plan your own job on machines that are not here: best split, speed and memory of each batch size."""
     sizes = None if global_batch_size is None else parse_sizes(global_batch_size)
-    machines = checked_machines(devices)
+    strategies_of(strategy)
+    chosen = cast("StrategyChoice", strategy)
+    machines = checked_machines(devices, chosen)
     checked_sizes(sizes, machines)
     check_writable(out)
     finished = FinishedRows(storage or out / STORAGE_FILE)
@@ -72,6 +82,7 @@ def plan(
         splits=None,
         min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,
+        strategy=chosen,
     )
     sweep_and_save(request, finished, out, quiet=quiet, verbose=verbose)
 
