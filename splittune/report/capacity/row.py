@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.report.capacity.ranks import parts_of_ranks, why_ranks
+from splittune.report.ranks import parts_of_ranks, why_ranks
 from splittune.report.diagnosis import diagnose
 from splittune.report.explain import facts_of
 from splittune.report.memory_parts import MemoryParts, memory_parts

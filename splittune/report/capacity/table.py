@@ -81,7 +81,7 @@ def capacity_table(rows: Iterable[CapacityRow], *, config_names: Sequence[str | 
     | `accumulation_steps` | | micro-batches in one optimizer step, of the best split |
     | `micro_batch_size` | samples | of the largest micro-batch, all cards together |
     | `gpu0_bsz` | samples | card 0's part of the largest micro-batch |
-    | `shard_sizes` | samples | every card's part of the largest micro-batch: `5+20+20+19` |
+    | `shard_sizes` | samples | every card's part of the largest micro-batch: `5+20+20+19`; of many `512x4+512x12` |
     | `throughput_samples_per_s` | samples/s | global batch over step time |
     | `step_time_s` | s | one optimizer step |
     | `micro_step_time_s` | s | forward and backward of one micro-batch; empty where whole steps alone were run |
