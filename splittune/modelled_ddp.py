@@ -2,19 +2,90 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from splittune.config.data import Strategy
+from splittune.errors import ConfigError, NoFeasibleSplitError
+from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual import VirtualHardware
-from splittune.options import MIN_BATCH_NORM_SHARD, SearchOptions, headroom_for
+from splittune.hardware.virtual.catalog import MAX_DEVICES, MAX_RANKS
+from splittune.options import MIN_BATCH_NORM_SHARD, SearchOptions, StrategyChoice, headroom_for, strategies_of
 from splittune.report import TuneResult
 from splittune.report.capacity.row import LargestMicroBatch
+from splittune.report.words import rate_of, shape_of
 from splittune.runners.base import JobFacts
+from splittune.runners.in_process import InProcessRunner
 from splittune.runners.modelled_ranks.kinds import CardKind, kinds_of
 from splittune.runners.modelled_ranks.one_card import OneCardTrials
 from splittune.runners.modelled_ranks.step import RankTrials
 from splittune.search.by_kind.study import FoundByKind, SharesByKind, find_by_kind
 from splittune.split import BatchSplit, SplitSpace
-from splittune.tuner import TuneCallback, result_of
+from splittune.training import TrainingTask
+from splittune.tuner import Devices, TuneCallback, result_of, tune
+
+
+def virtual_cards(devices: Devices, strategy: StrategyChoice) -> VirtualHardware:
+    """The cards for a search by this strategy, which has ranks: virtual ones.
+
+    Raises:
+        ConfigError: real cards are named.
+        DeviceError: an unknown card, or more of them than the strategy has.
+    """
+    hardware = resolve_hardware(devices, max_devices=MAX_RANKS if strategy == "ddp" else MAX_DEVICES)
+    if not isinstance(hardware, VirtualHardware):
+        raise ConfigError(
+            f'strategy is "{strategy}" on real cards: tuning inside a distributed job is not there yet. Foretell it '
+            f'with plan(task, "4xRTX3090", strategy="{strategy}"), for virtual cards of the same kinds, and train '
+            "under the config that is planned."
+        )
+    return hardware
+
+
+def tune_by_strategy(
+    task: TrainingTask,
+    hardware: VirtualHardware,
+    options: SearchOptions,
+    callback: TuneCallback,
+    *,
+    strategy: StrategyChoice,
+) -> TuneResult:
+    """`tune` on virtual cards by one strategy, or by both: then the faster one's result, with a note on the other.
+
+    Raises:
+        ConfigError: options that a search over ranks does not have.
+        NoFeasibleSplitError: nothing fits by any of the strategies.
+    """
+    for name in ("storage", "timeout_s"):
+        if getattr(options, name) is not None and strategy != "dp":
+            raise ConfigError(
+                f'{name} is {getattr(options, name)!r} with strategy="{strategy}": expected None, for a search over '
+                "ranks takes seconds, and none of it is kept. Leave it out."
+            )
+    found: dict[Strategy, TuneResult] = {}
+    lacking: list[NoFeasibleSplitError] = []
+    for one in strategies_of(strategy):
+        try:
+            found[one] = _tune(task, hardware, options, callback, one)
+        except NoFeasibleSplitError as error:  # noqa: PERF203  two turns at most
+            lacking.append(error)
+    if not found:
+        raise lacking[0]
+    best = max(found, key=lambda one: found[one].best.throughput or 0.0)
+    notes = tuple(
+        f'"{other}" gives {rate_of(result.best)} samples/s (modelled) here, as {shape_of(result.best.split)}: this is '
+        f'"{best}".'
+        for other, result in found.items()
+        if other != best
+    )
+    return replace(found[best], notes=(*found[best].notes, *notes))
+
+
+def _tune(
+    task: TrainingTask, hardware: VirtualHardware, options: SearchOptions, callback: TuneCallback, strategy: Strategy
+) -> TuneResult:
+    if strategy == "dp":
+        return tune(InProcessRunner(task, hardware), options, callback)
+    return tune_ranks(OneCardTrials(task, hardware), hardware, options, callback).result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ SLOW = (
     "tests/search/test_attempts.py::test_nothing_that_fits_is_ever_ruled_out",
     "tests/standin/",
     "tests/test_loss_placement.py",
+    "tests/test_modelled_ddp.py",
     "tests/test_signals.py",
     "tests/test_tuner.py",
     "tests/training/test_snapshot.py::test_a_snapshot_may_be_restored_any_number_of_times",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from splittune.hardware import resolve_hardware
 from splittune.options import SearchOptions
 from splittune.report.console import describe_memory_kept, show_notes, show_result
 from splittune.runners.in_process import InProcessRunner
+from splittune.tuner import tune as run_search
 
 
 def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False, verbose: VerboseOption = False) -> None:
@@ -33,9 +35,8 @@ def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False, verbose
     say(f"A byte-level GPT of {num_parameters:,} parameters learns the source of Python's own standard library,")
     say("on 4 virtual GPUs: its training is real, on this CPU. Another program holds most of GPU 0.\n")
     result = tune_and_save(
-        InProcessRunner(task, hardware),
+        partial(run_search, InProcessRunner(task, hardware), SearchOptions()),
         out,
-        SearchOptions(),
         quiet=quiet,
         verbose=verbose,
         # What is inferred of a job is for its user to check, and this one is nobody's.

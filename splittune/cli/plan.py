@@ -8,8 +8,15 @@ from typing import Annotated, cast
 
 import typer
 
-from splittune.cli.console import EXIT_INTERRUPTED, console, log_above_the_bar, say, sigterm_as_exit
-from splittune.cli.options import JobArgument, QuietOption, VerboseOption
+from splittune.cli.console import (
+    EXIT_INTERRUPTED,
+    console,
+    log_above_the_bar,
+    say,
+    say_how_to_wrap,
+    sigterm_as_exit,
+)
+from splittune.cli.options import JobArgument, QuietOption, StrategyOption, VerboseOption
 from splittune.config.files import check_writable
 from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.options import DEFAULT_MAX_TRIALS, StrategyChoice, strategies_of
@@ -38,13 +45,6 @@ BatchSizesOption = Annotated[
 ]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for capacity.csv, the picture and the configs.")]
 MaxTrialsOption = Annotated[int, typer.Option(min=1, help="Splits to search at most, for each machine and batch size.")]
-StrategyOption = Annotated[
-    str,
-    typer.Option(
-        help='"dp": one process with a replica on each card; "ddp": a process for each card, on one machine or many; '
-        '"either": both, side by side.'
-    ),
-]
 HeadroomOption = Annotated[
     int | None, typer.Option(min=0, help="Bytes that every card must keep free. Default: 5 % of what others leave.")
 ]
@@ -145,4 +145,4 @@ def _show_and_save(rows: list[PlannedSearch], out: Path) -> None:
     if best is not None:
         say("To train on real cards:")
         say(f'    config = splittune.SplitConfig.load("{out / (config_name(best) or "")}")')
-        say('    model = config.wrap(model, devices=["cuda:0", ...])')
+        say_how_to_wrap(best.strategy, "cuda:0")

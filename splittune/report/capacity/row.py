@@ -8,10 +8,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.report.ranks import parts_of_ranks, why_ranks
 from splittune.report.diagnosis import diagnose
 from splittune.report.explain import facts_of
 from splittune.report.memory_parts import MemoryParts, memory_parts
+from splittune.report.ranks import parts_of_ranks, why_ranks
 from splittune.report.words import count_of, gpus
 from splittune.search.judged_trials import oom_devices_of
 from splittune.search.result import Trial, speedup_over
