@@ -23,7 +23,7 @@ from splittune.errors import (
     WindowError,
     WorkerError,
 )
-from splittune.parallel import BalancedDataParallel, accumulate, data_parallel
+from splittune.parallel import BalancedDataParallel, accumulate, data_parallel, load_state_dict
 from splittune.planning import Plan, plan
 from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import Measurement, Outcome
@@ -58,6 +58,7 @@ __all__ = [
     "accumulate",
     "autotune",
     "data_parallel",
+    "load_state_dict",
     "plan",
     "verify",
 ]

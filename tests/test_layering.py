@@ -31,6 +31,7 @@ FLOORS = (
     ("profiling",),
     ("training",),
     ("hardware",),
+    ("ranks",),
     ("parallel",),
     ("split",),
     ("cards", "checks", "errors", "fakes", "signals", "units"),

@@ -147,7 +147,7 @@ class Hardware(Protocol):
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> SplitModule:
         """The module to train with: `model` moved to device 0 and wrapped for this split.
 
-        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`.
+        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`, `sync_batch_norm`.
         """
         ...
 

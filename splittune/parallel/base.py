@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+
+from splittune.parallel.state_dict import PREFIX, fits_better
 
 
 class SplitModule(nn.Module, ABC):
@@ -43,6 +46,12 @@ class SplitModule(nn.Module, ABC):
     @abstractmethod
     def weight_of(self, batch: Any, num_samples: int) -> float:
         """How much a batch of the loader, or a part, counts: its samples, unless told otherwise."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's, for keys with or without the wrapper's ``module.`` prefix."""
+        if fits_better((PREFIX + key for key in state_dict), state_dict, self.state_dict(keep_vars=True)):
+            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def unwrap(self) -> nn.Module:
         """The module that was wrapped: the same object, with its parameters."""

@@ -22,6 +22,7 @@ from splittune.parallel.modules import modules_of
 from splittune.parallel.nesting import leaves_of, map_tensors, tensors_of
 from splittune.parallel.outputs import Joiner, all_tensors_of
 from splittune.parallel.replica_loss import LossFunction, ReplicaLoss, WeightFunction
+from splittune.parallel.replica_norms import refuse_unsynchronisable, seat_replicas
 from splittune.parallel.replicas import (
     ReplicaCall,
     ReplicaGauge,
@@ -48,9 +49,9 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
     as integers allow; or every device's,
     ``BalancedDataParallel(module=model, shard_sizes=(4, 20, 20, 20))``. Every sample goes to
     exactly one device, in order, and outputs come back in order, on `output_device`. Gradients
-    arrive in the module's own parameters and are those of the whole micro-batch on one device,
-    BatchNorm aside: each replica normalises by its own shard, and running statistics are those of
-    the first device that had samples.
+    arrive in the module's own parameters and are those of the whole micro-batch on one device.
+    Unless `sync_batch_norm` is given, BatchNorm is aside: each replica normalises by its own shard,
+    and running statistics are those of the first device that had samples.
 
     Shares are honoured or refused, never changed in silence:
 
@@ -83,6 +84,8 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
         link: how tensors travel; None for torch's own devices.
         eval_batch_size: with `shard_sizes`, samples that are taken at once where no gradients are
             recorded.
+        sync_batch_norm: BatchNorm normalises by the whole micro-batch, as on one device; not in a
+            checkpoint, nor compiled, nor twice differentiable. See `replica_norms`.
 
     Of arguments that are no tensors, a list or tuple with one string, number or None for each
     sample is split as tensors are, save for a tuple of numbers, a size say; so are lists of one
@@ -122,6 +125,7 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
         engine: Engine = "window",
         link: Link | None = None,
         eval_batch_size: int | None = None,
+        sync_batch_norm: bool = False,
     ) -> None:
         nn.Module.__init__(self)  # nn.DataParallel's own would look for CUDA devices, and move the module
         if not isinstance(module, nn.Module):
@@ -142,7 +146,9 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
             raise ConfigError(f"engine is {engine!r}: expected one of {get_args(Engine)}.")
         if weight_fn is not None and loss_fn is None:
             raise ConfigError("weight_fn is given without loss_fn: it says how the replicas' losses are averaged.")
-        self.engine = engine
+        if sync_batch_norm:
+            refuse_unsynchronisable(module, engine)
+        self.engine, self.sync_batch_norm = engine, sync_batch_norm
         self.eval_batch_size = eval_batch_size
         # held by a plain object: a loss that is a module must not appear in the wrapper's
         # state_dict
@@ -176,7 +182,9 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
         calls = self._calls(call, self._modules_on(active, link, replicas), shards, samples, link)
         del replicas
         weights = [each.weight for each in calls]
-        outputs = run_replicas(calls, link, self._threads if len(self.devices) > 1 else None, self.gauge)
+        # on one device the user's own module runs, and needs nobody
+        meeting = seat_replicas(calls, link) if self.sync_batch_norm and len(self.devices) > 1 else None
+        outputs = run_replicas(calls, link, self._threads if len(self.devices) > 1 else None, self.gauge, meeting)
         if calls[0].module is not self.module:
             keep_buffer_updates(self.module, calls[0].module, link)
         if self._trains():
@@ -239,14 +247,6 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
     def gather(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(f"gather() was called: {_UNUSED}")
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, for keys with or without the wrapper's ``module.`` prefix."""
-        own = set(self.state_dict(keep_vars=True))
-        prefixed = {f"module.{key}" for key in state_dict}
-        if len(own & prefixed) > len(own & set(state_dict)):
-            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
     def extra_repr(self) -> str:
         shares = f"gpu0_bsz={self.gpu0_bsz}" if self.shard_sizes is None else f"shard_sizes={self.shard_sizes}"
         return f"{shares}, devices={[self._name_of(position) for position in range(len(self.devices))]}"
@@ -271,7 +271,7 @@ class BalancedDataParallel(SplitModule, nn.DataParallel[nn.Module]):  # type: ig
             eval_batch_size=self.eval_batch_size,
             trains=self._trains(),
             records=torch.is_grad_enabled(),
-            min_shard_size=min_shard_size_of(self.module),
+            min_shard_size=1 if self.sync_batch_norm else min_shard_size_of(self.module),
         )
 
     def _trains(self) -> bool:

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+# Private, and how torch itself finds the modes that a thread runs in; tests/parallel/test_replica_norms.py fails loudly
+# should it change.
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
 from splittune.cards import kind_of_cards
 from splittune.parallel.collectives import copy_to_each
 from splittune.parallel.compiled import (
@@ -25,6 +29,7 @@ from splittune.parallel.compiled import (
     room_for,
 )
 from splittune.parallel.link import Link, buckets_of, flatten, is_joinable, unflatten
+from splittune.parallel.meeting import Meeting, PartedError, Seat
 from splittune.parallel.modules import modules_of
 from splittune.parallel.threads import ReplicaThreads
 from splittune.parallel.transfer import broadcast
@@ -229,11 +234,17 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def run_replicas(
-    calls: Sequence[ReplicaCall], link: Link, threads: ReplicaThreads | None = None, gauge: ReplicaGauge | None = None
+    calls: Sequence[ReplicaCall],
+    link: Link,
+    threads: ReplicaThreads | None = None,
+    gauge: ReplicaGauge | None = None,
+    meeting: Meeting | None = None,
 ) -> list[Any]:
     """Every replica's output, each from its position's thread.
 
-    Without `threads`, or where the link wants none, they run one after another.
+    Without `threads`, or where the link wants none, they run one after another. With a `meeting` they have threads all
+    the same, where the link wants none in turn, and what torch asks before each operation, a ledger or fake tensors,
+    is the caller's there too.
 
     Compiled modules run one after another as well: their launches are few, and devices work on
     while the next one's are launched. Grad mode, inference mode and autocast (its dtype as well)
@@ -245,23 +256,29 @@ def run_replicas(
         # theirs.
         with room_for(len(calls)):
             return [_run(call, link, len(calls), gauge) for call in calls]
-    if not link.threaded or threads is None:
+    if threads is None or not (link.threaded or meeting):
         return [_run(call, link, len(calls), gauge) for call in calls]
     outputs: list[Any] = [None] * len(calls)
     errors: list[BaseException | None] = [None] * len(calls)
-    enter_caller_state = _caller_state()
+    enter_caller_state = _caller_state(takes_modes=not link.threaded)
 
     def work(index: int) -> None:
         try:
             with enter_caller_state():
-                outputs[index] = _run(calls[index], link, len(calls), gauge)
+                outputs[index] = _run(
+                    calls[index], link, len(calls), gauge, seat=None if meeting is None else meeting.seats[index]
+                )
         except BaseException as error:  # noqa: BLE001  it belongs to the calling thread, which raises it
             errors[index] = error
 
     first = None
     try:
-        threads.run({call.position: partial(work, index) for index, call in enumerate(calls)})
-        first = next((error for error in errors if error is not None), None)
+        tasks = {call.position: partial(work, index) for index, call in enumerate(calls)}
+        threads.run(tasks, if_cut_short=None if meeting is None else meeting.break_up)
+        # Those who only waited for the one that failed come last.
+        raised = sorted((error for error in errors if error is not None), key=lambda each: type(each) is PartedError)
+        first = next(iter(raised), None)
+        raised.clear()
         if first is not None:
             raise first
         return outputs
@@ -271,9 +288,10 @@ def run_replicas(
         errors.clear()
 
 
-def _run(call: ReplicaCall, link: Link, num_replicas: int, gauge: ReplicaGauge | None) -> Any:
+def _run(call: ReplicaCall, link: Link, num_replicas: int, gauge: ReplicaGauge | None, seat: Seat | None = None) -> Any:
+    inside = partial(link.replica, call.position, num_replicas)
     try:
-        with link.replica(call.position, num_replicas):
+        with inside() if seat is None else seat.taken(inside):
             if gauge is None:
                 return _output_of(call)
             gauge.begin(call.position, call.module)
@@ -310,8 +328,9 @@ def _say_where(error: Exception, where: str) -> None:
             error.__cause__ = RuntimeError(f"raised in {where}")
 
 
-def _caller_state() -> Callable[[], ExitStack]:
-    """What a new thread must switch on to compute as the calling thread does."""
+def _caller_state(*, takes_modes: bool) -> Callable[[], ExitStack]:
+    """What a new thread must switch on to compute as the calling thread does, its dispatch modes too if so wished."""
+    modes = _get_current_dispatch_mode_stack() if takes_modes else []
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
@@ -325,6 +344,8 @@ def _caller_state() -> Callable[[], ExitStack]:
         stack.enter_context(torch.set_grad_enabled(grad))
         for kind, dtype in autocasts:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+        for mode in modes:
+            stack.enter_context(mode)
         return stack
 
     return enter

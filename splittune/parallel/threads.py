@@ -33,11 +33,12 @@ class ReplicaThreads:
         """Whether the caller is one of these threads."""
         return getattr(self._own, "is_inside", False)
 
-    def run(self, tasks: Mapping[int, Callable[[], None]]) -> None:
+    def run(self, tasks: Mapping[int, Callable[[], None]], if_cut_short: Callable[[], None] | None = None) -> None:
         """Run the task of each position, all at once; they are expected not to raise.
 
         It returns, or passes Ctrl-C on, once all of them have ended: none runs on while its caller
-        cleans up.
+        cleans up. Before it waits for that, it calls `if_cut_short`: a task may wait for one that
+        will never begin.
         """
         jobs = [_Job(task) for task in tasks.values()]
         try:
@@ -45,6 +46,10 @@ class ReplicaThreads:
                 self._executor_of(position).submit(self._work, job)
             for job in jobs:
                 job.ended.wait()
+        except BaseException:
+            if if_cut_short is not None:
+                if_cut_short()
+            raise
         finally:
             for job in jobs:
                 job.give_up()

@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any
 
 from splittune.config import SplitConfig
-from splittune.config.micro_batches import micro_batch_sizes_of
 from splittune.errors import ConfigError
 from splittune.parallel.nesting import tensors_of
 from splittune.parallel.samples import batch_size_of
+from splittune.split import micro_batch_sizes_of
 from splittune.training import SampleBatch, TrainingTask
 
 # Batches that are trained first. More than one: where all are equally long, it takes a few steps

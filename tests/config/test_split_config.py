@@ -266,9 +266,8 @@ def test_the_file_is_json_for_people(tmp_path: Path) -> None:
 
 
 def test_a_file_is_written_in_the_oldest_schema_that_can_say_it(tmp_path: Path) -> None:
-    """With neither an evaluation batch size nor ranks any splittune reads the file; else it asks for a newer one."""
-    ranks: dict[str, Any] = {"strategy": "ddp"}
-    for fields, schema in ((ranks, SCHEMA), ({}, 1), ({"eval_batch_size": 512}, 2)):
+    """Any splittune reads a file that says nothing new; an evaluation batch size or ranks need a newer one."""
+    for fields, schema in (({}, 1), ({"eval_batch_size": 512}, 2), ({"strategy": "ddp"}, SCHEMA)):
         path = config(**fields).save(tmp_path / "split.json")
         assert json.loads(path.read_text())["schema"] == schema
         assert SplitConfig.load(path) == config(**fields)
@@ -276,6 +275,13 @@ def test_a_file_is_written_in_the_oldest_schema_that_can_say_it(tmp_path: Path) 
         SplitConfig.load(edited(tmp_path / "split.json", eval_batch_size=512))
     with pytest.raises(ConfigError, match=r"the config lacks eval_batch_size"):
         SplitConfig.load(edited(tmp_path / "split.json", schema=2))
+    with pytest.raises(ConfigError, match=r"the config has the unknown 'strategy'"):
+        SplitConfig.load(edited(tmp_path / "split.json", schema=2, eval_batch_size=512, strategy="ddp"))
+
+
+def test_a_config_without_a_strategy_is_for_one_process(tmp_path: Path) -> None:
+    """A file from before there were ranks loads as what it was."""
+    assert SplitConfig.load(config().save(tmp_path / "split.json")).strategy == "dp"
 
 
 def test_saving_makes_folders_and_leaves_no_other_file(tmp_path: Path) -> None:
@@ -390,12 +396,13 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ({"schema": 4}, "schema is 4, newer than this splittune reads: expected at most 3"),
         ({"schema": 4, "versions": {"splittune": "9.1"}}, "written by splittune '9.1': upgrade splittune"),
         ({"schema": 4, "versions": None}, "of a later version: upgrade splittune"),
-        (
-            {"schema": 3, "eval_batch_size": None, "strategy": "ring"},
-            "strategy is 'ring': expected one of ('dp', 'ddp')",
-        ),
         ({"schema": 2, "eval_batch_size": 0}, "eval_batch_size is 0: expected an integer of at least 1"),
         ({"schema": 2, "eval_batch_size": "512"}, "eval_batch_size is '512'"),
+        (
+            {"schema": 3, "eval_batch_size": None, "strategy": "fsdp"},
+            "strategy is 'fsdp': expected one of ('dp', 'ddp')",
+        ),
+        ({"schema": 3, "eval_batch_size": None, "strategy": ["dp"]}, "strategy is ['dp']: expected one of"),
         ({"schema": 0}, "schema is 0: expected an integer from 1 to 3"),
         ({"schema": "1"}, "schema is '1'"),
         ({"schema": True}, "schema is True"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from splittune.parallel import BalancedDataParallel
+from splittune.parallel import BalancedDataParallel, load_state_dict
 from tests.parallel.models import MODELS
 
 
@@ -132,3 +132,28 @@ def test_assign_takes_the_tensors_themselves(prefix: str) -> None:
     model.load_state_dict(state, assign=True)
     assert module[0].weight.data_ptr() == state[f"{prefix}0.weight"].data_ptr()
     assert model.eval()(torch.zeros(3, 2)).shape == (3, 3)
+
+
+@pytest.mark.parametrize("build", [net, WithChildNamedModule, WithExtraState])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_a_plain_module_loads_a_wrappers_state(build: Callable[[], nn.Module], strict: bool, prefixed: bool) -> None:
+    """What a wrapper saved loads without it as well, and the state that was given is left as it was."""
+    saved, module = build(), build()
+    state = (nn.DataParallel(saved) if prefixed else saved).state_dict()
+    before = list(state)
+    result = load_state_dict(module, state, strict=strict)
+    assert result.missing_keys == result.unexpected_keys == []
+    assert list(state) == before
+    for name, value in saved.state_dict().items():
+        assert (
+            value == module.state_dict()[name]
+            if isinstance(value, int)
+            else torch.equal(module.state_dict()[name], value)
+        )
+
+
+def test_a_plain_module_refuses_foreign_keys() -> None:
+    """Keys that fit neither way are torch's own error."""
+    with pytest.raises(RuntimeError, match="Missing key"):
+        load_state_dict(net(), {"module.encoder": torch.ones(1)})

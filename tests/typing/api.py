@@ -63,7 +63,7 @@ def the_plan_of_the_readme() -> None:
     planned.plot().savefig("plan.svg")
     result = planned.searches[0].result
     if result is not None:
-        assert_type(result.config.wrap(model, devices=["cuda:0", "cuda:1"]), SplitModule)
+        assert_type(result.config.wrap(model, devices=["cuda:0", "cuda:1"], sync_batch_norm=True), SplitModule)
     plan(task)  # type: ignore[call-arg]
 
 

@@ -97,7 +97,7 @@ class CudaHardware:
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         """`model`, moved to device 0 in place, wrapped for this split: the module to train with.
 
-        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`.
+        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`, `sync_batch_norm`.
 
         Raises:
             DeviceError: the split is for another number of devices.

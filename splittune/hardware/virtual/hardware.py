@@ -102,7 +102,7 @@ class VirtualHardware:
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         """`model`, on the CPU, wrapped for `split`; parameters and buffers are virtual GPU 0's.
 
-        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`.
+        `options` go to the wrapper: `loss_fn`, `weight_fn`, `engine`, `eval_batch_size`, `sync_batch_norm`.
         """
         if split.num_devices != len(self.gpus):
             raise DeviceError(f"the split {split} is for {split.num_devices} devices, and there are {len(self.gpus)}.")

@@ -1,0 +1,1 @@
+"""Several ranks against one device: gradients, batches and speed."""

@@ -1,0 +1,78 @@
+"""A rank's share of a global batch cut into the micro-batches of one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from splittune.config.micro_batches import MicroBatch
+from splittune.errors import ConfigError
+from splittune.parallel.accumulate import accumulate
+from splittune.parallel.base import SplitModule
+from splittune.parallel.samples import read_samples, slice_batch
+from splittune.ranks.batch_norm import set_counted
+from splittune.ranks.module import DistributedSplit
+from splittune.ranks.share import RankShare
+from splittune.split import BatchSplit
+
+
+def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) -> Iterator[MicroBatch]:
+    """`share` cut into this rank's micro-batches, as many as on every other rank; see `SplitConfig.micro_batches`.
+
+    A rank runs in every one, with the stand-in and weight 0 where it has no sample: whatever ranks do together in a
+    forward, synchronised statistics say, all of them do. Worked: 2 ranks, ``sizes=(3, 0)`` of ``num_samples=6`` give
+    the weights 3 * 2 / 6 = 1 and 0.
+
+    Raises:
+        ConfigError: at the call: `model` is not wrapped for ranks, the batch holds other than the share's samples, or
+            nothing in the whole global batch counts by `weight_fn`.
+    """
+    if model is not None and not isinstance(model, DistributedSplit):
+        raise ConfigError(
+            f"the batch is a rank's share and the model a {type(model).__name__}: expected the one that "
+            "config.wrap(model) gives in the process group."
+        )
+    parts = _parts_of(share, listed=None if model is None else model.lists_samples)
+    if model is None:
+        factor = split.num_devices / share.num_samples
+        sized = zip(parts, share.sizes, strict=True)
+        return _telling_what_counts(share, (MicroBatch(batch=part, weight=size * factor) for part, size in sized))
+    counts = [float(size) for size in share.sizes]
+    whole = float(share.num_samples)
+    if model.counts_tokens:
+        sized = zip(parts, share.sizes, strict=True)
+        counts = [model.weight_of(part, size) if size else 0.0 for part, size in sized]
+        whole = model.sum_over_ranks(sum(counts))
+    if not whole:
+        raise ConfigError("the batch counts 0 by weight_fn: expected more, there is nothing to learn from. Skip it.")
+    factor = model.num_ranks / whole
+    cut = [MicroBatch(batch=part, weight=count * factor) for part, count in zip(parts, counts, strict=True)]
+    return _telling_what_counts(share, accumulate(model, cut))
+
+
+def _telling_what_counts(share: RankShare, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """`micros`; while the loop has the stand-in, synchronised BatchNorm leaves it out of its statistics."""
+    try:
+        for micro, size in zip(micros, share.sizes, strict=True):
+            set_counted(size > 0)
+            yield micro
+    finally:
+        set_counted(True)
+
+
+def _parts_of(share: RankShare, *, listed: bool | None) -> list[Any]:
+    """The batch of each micro-batch, the stand-in where the rank has none."""
+    num_own = sum(share.sizes)
+    num_held = num_own + share.has_stand_in
+    samples = read_samples(share.batch, expected=num_held, listed=listed)
+    if samples.size != num_held:
+        raise ConfigError(
+            f"this rank's share holds {samples.size} samples: expected {num_held}, as many as the sharded loader gave "
+            "its collate_fn. One that drops, adds or packs samples cannot be sharded: do that in the data set."
+        )
+    parts, start = [], 0
+    for size in share.sizes:
+        first, stop = (start, start + size) if size else (num_own, num_held)
+        parts.append(slice_batch(share.batch, first, stop, batch_size=num_held, listed=samples.are_listed))
+        start += size
+    return parts

@@ -1,0 +1,81 @@
+"""What ranks are given in the tests of what they must have alike; all of it runs in the ranks' processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from splittune.parallel import BalancedDataParallel
+from tests.ranks.cases import config_of
+from tests.ranks.pool import GROUP_TIMEOUT_S
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: nn.Linear(3, 4),
+    "wider": lambda: nn.Linear(3, 5),
+    "frozen": lambda: nn.Linear(3, 4).requires_grad_(False),
+    "DataParallel": lambda: nn.DataParallel(nn.Linear(3, 4)),
+    "DistributedDataParallel": lambda: DistributedDataParallel(nn.Linear(3, 4)),
+    "BalancedDataParallel": lambda: BalancedDataParallel(1, nn.Linear(3, 4), ["cpu"]),
+    "FSDPLinear": lambda: fully_shard(nn.Linear(3, 4)),
+    "inside": lambda: nn.Sequential(nn.DataParallel(nn.Linear(3, 4))),
+}
+
+
+def wrap(
+    group: dist.ProcessGroup,
+    num_ranks: int,
+    *,
+    model: str = "plain",
+    shards: int | None = None,
+    ddp_options: dict[str, Any] | None = None,
+    timeout_s: float = 30.0,
+    wrap_options: dict[str, Any] | None = None,
+    **fields: Any,
+) -> str:
+    """The type of what ``config.wrap`` gives."""
+    options = {"process_group": group, **(ddp_options or {})}
+    config = config_of(shards or num_ranks, **fields)
+    wrapped = config.wrap(MODELS[model](), ddp_options=options, timeout_s=timeout_s, **(wrap_options or {}))
+    return type(wrapped).__name__
+
+
+def wrap_in_new_group(
+    _: dist.ProcessGroup | None, num_ranks: int, backend: str | None, keywords: dict[str, Any] | None
+) -> str:
+    """All four ranks make a group of the first `num_ranks`, for where somebody stays away the count of meetings is off.
+
+    Without `keywords` this rank makes it and goes away.
+    """
+    group = dist.new_group(list(range(num_ranks)), backend=backend, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    return "did not come" if keywords is None else wrap(group, num_ranks, **keywords)
+
+
+def shard(_: dist.ProcessGroup | None, keywords: dict[str, Any]) -> str:
+    """How many batches ``config.shard`` gives; of all four ranks, for there is one default group."""
+    keywords = {"samples": 96, "batch_size": 48, "seed": None, "waits": True, **keywords}
+    samples, batch_size, seed = keywords.pop("samples"), keywords.pop("batch_size"), keywords.pop("seed")
+    loader: Any = DataLoader(TensorDataset(torch.arange(samples)), batch_size=batch_size, shuffle=True)
+    if not keywords.pop("waits"):
+        loader = [torch.zeros(3)]
+    return str(len(config_of(4, **keywords).shard(loader, seed=seed, timeout_s=30.0)))
+
+
+def wrap_or_shard(group: dist.ProcessGroup | None, is_wrapping: bool) -> str:
+    """Ranks that are at different places of the script."""
+    config = config_of(4)
+    return str(config.wrap(nn.Linear(3, 4)) if is_wrapping else config.shard(DataLoader(range(96), batch_size=48)))
+
+
+def sum_of_ranks(group: dist.ProcessGroup | None) -> float:
+    """Whether ranks can still work together."""
+    total = torch.tensor(float(dist.get_rank(group)))
+    dist.all_reduce(total, group=group)
+    return total.item()

@@ -1,0 +1,37 @@
+"""One rank's part of a global batch: what it says, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from splittune.errors import ConfigError
+from splittune.ranks import RankShare
+
+
+def share(**changes: Any) -> RankShare:
+    return RankShare(**{"batch": [7, 9], "sizes": (1, 0), "micro_batch_sizes": (3, 2), "num_samples": 5, **changes})
+
+
+def test_a_share_says_whether_its_last_sample_stands_in() -> None:
+    """Where the rank has no sample in a micro-batch, the batch ends with one that counts nothing."""
+    assert share().has_stand_in
+    assert not share(sizes=(1, 1)).has_stand_in
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"sizes": (1,)}, "1 sizes for 2 micro-batches"),
+        ({"sizes": (4, 0)}, r"sizes\[0\] is 4: expected at most the micro-batch's 3"),
+        ({"sizes": (1, -1)}, r"sizes\[1\] is -1: expected an integer of at least 0"),
+        ({"micro_batch_sizes": (3, 0)}, r"micro_batch_sizes\[1\] is 0"),
+        ({"num_samples": 6}, r"3 \+ 2 = 5, but num_samples is 6"),
+        ({"sizes": (), "micro_batch_sizes": ()}, "sum to nothing = 0"),
+    ],
+)
+def test_a_share_whose_arithmetic_does_not_hold_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    """With the sum that fails."""
+    with pytest.raises(ConfigError, match=complaint):
+        share(**changes)
