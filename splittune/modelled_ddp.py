@@ -143,6 +143,7 @@ def _search(
     options: SearchOptions,
     callback: TuneCallback,
 ) -> FoundByKind:
+    cards.measure(kinds[0], 1, accumulation_steps=1)  # which tells whether trials need values, and so memory here
     problem = SharesByKind(
         global_batch_size=global_batch_size,
         kinds=tuple(kind.devices for kind in kinds),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from splittune import BatchSplit, ConfigError, DeviceError, Measurement, Outcome, SplitConfig, TrainingTask, plan
 from splittune.report.capacity.console import show_capacity, table_of
@@ -140,6 +141,34 @@ def test_a_step_that_changes_with_its_size_is_run_in_full(caplog: pytest.LogCapt
         job(step_fn=step), "2xT4", strategy="ddp", splits=[found.result.best.split], progress=False
     ).measurements
     assert found.result.best.step_time_s == pytest.approx(alone.step_time_s)
+
+
+def test_a_step_that_reads_values_is_run_on_real_tensors() -> None:
+    """The plan says why, and no share beyond the batch is tried, for it would need its memory here."""
+    largest: list[int] = []
+
+    def step(model: Any, batch: Any) -> Any:
+        loss = model(batch[0]).square().mean()
+        largest.append(len(batch[0]))
+        return loss if loss.item() >= 0 else 2 * loss
+
+    (found,) = plan(job(step_fn=step), "2xT4", strategy="ddp", global_batch_sizes=[48], **SMALL).searches
+    assert found.result is not None
+    assert found.result.best.split.shard_sizes == (24, 24)
+    assert found.needs_values is not None
+    assert "loss.item()" in found.needs_values
+    assert max(largest) <= 48
+    assert found.largest is not None
+    assert not found.largest.is_measured
+
+
+def test_batch_norm_has_its_least_share() -> None:
+    """4 samples on the slow card at least, as in one process."""
+    task = job()
+    task.model = nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Linear(512, 8))
+    (found,) = plan(task, "1xT400-4GB,1xA100-80GB", strategy="ddp", global_batch_sizes=[16], **SMALL).searches
+    assert found.result is not None
+    assert min(found.result.best.split.shard_sizes) >= 4
 
 
 @pytest.fixture
