@@ -59,7 +59,8 @@ def plan(
             job that was changed, other options or another version are searched anew. Given splits are not kept.
         strategy: "dp" for one process with a replica on each card; "ddp" for a process for each card, ranks of
             DistributedDataParallel, on one machine or on many (up to 16,384 cards); "either" for both, side by side.
-            Ranks are modelled from what one card does with its share (`RankTrials` says how).
+            Ranks are modelled from what one card does with its share (`RankTrials` says how), over links as fast as the
+            slowest of the cards' slots: a network between machines, which may be slower, is not modelled.
         progress: show which machine and batch size is being planned, of how many.
 
     Raises:

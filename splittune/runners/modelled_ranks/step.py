@@ -106,8 +106,9 @@ class RankTrials:
         num_bytes, bandwidth = sum(self.cards.buckets), self.ring.bandwidth_bytes_per_s
         whole_s = sum(map(self.ring.all_reduce_s, self.cards.buckets))
         links = (
-            f"The all-reduce of {format_bytes(num_bytes)} over links of {bandwidth / 1e9:.1f} GB/s takes "
-            f"{format_time(whole_s)} (modelled), of which {format_time(left_s)} come after the last backward."
+            f"The all-reduce of {format_bytes(num_bytes)} over links of {bandwidth / 1e9:.1f} GB/s, the slowest "
+            f"card's, takes {format_time(whole_s)} (modelled), of which {format_time(left_s)} come after the last "
+            "backward."
         )
         buckets = (
             "Every card holds DistributedDataParallel's buckets beside its gradients, as torch does by default: "
