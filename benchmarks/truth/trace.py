@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.truth.models import build
-from splittune.fakes import FakeTensorMode
+from splittune.fakes import ShapeMode
 from splittune.hardware.virtual import VirtualHardware, find_gpu
 from splittune.hardware.virtual.allocator import CachingAllocator
 from splittune.hardware.virtual.hardware import VirtualLink
@@ -75,7 +75,7 @@ def trace_step(architecture: str, batch_size: int, image_size: int) -> Trace:
     """
     with torch.device("meta"):
         model = build(architecture, image_size)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # some keep a table or a number of their own beside the buffers
+    mode = ShapeMode(allow_non_fake_inputs=True)  # some keep a table or a number of their own beside the buffers
     with mode:
         _leave_meta(model)
     hardware = VirtualHardware([_ROOMY])

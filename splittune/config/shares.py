@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from splittune.config.micro_batches import MicroBatch
@@ -10,7 +11,7 @@ from splittune.errors import ConfigError
 from splittune.parallel.accumulate import accumulate
 from splittune.parallel.base import SplitModule
 from splittune.parallel.samples import read_samples, slice_batch
-from splittune.ranks.batch_norm import set_counted
+from splittune.ranks.batch_norm import standing_in
 from splittune.ranks.module import DistributedSplit
 from splittune.ranks.share import RankShare
 from splittune.split import BatchSplit
@@ -36,7 +37,7 @@ def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) ->
     if model is None:
         factor = split.num_devices / share.num_samples
         sized = zip(parts, share.sizes, strict=True)
-        return _telling_what_counts(share, (MicroBatch(batch=part, weight=size * factor) for part, size in sized))
+        return _standing_in(share, (MicroBatch(batch=part, weight=size * factor) for part, size in sized), None)
     counts = [float(size) for size in share.sizes]
     whole = float(share.num_samples)
     if model.counts_tokens:
@@ -47,17 +48,14 @@ def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) ->
         raise ConfigError("the batch counts 0 by weight_fn: expected more, there is nothing to learn from. Skip it.")
     factor = model.num_ranks / whole
     cut = [MicroBatch(batch=part, weight=count * factor) for part, count in zip(parts, counts, strict=True)]
-    return _telling_what_counts(share, accumulate(model, cut))
+    return _standing_in(share, accumulate(model, cut), model)
 
 
-def _telling_what_counts(share: RankShare, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """`micros`; while the loop has the stand-in, synchronised BatchNorm leaves it out of its statistics."""
-    try:
-        for micro, size in zip(micros, share.sizes, strict=True):
-            set_counted(size > 0)
+def _standing_in(share: RankShare, micros: Iterator[MicroBatch], model: SplitModule | None) -> Iterator[MicroBatch]:
+    """`micros`; while the loop has the stand-in, BatchNorm leaves it out of its statistics."""
+    for micro, size in zip(micros, share.sizes, strict=True):
+        with nullcontext() if size else standing_in(model):
             yield micro
-    finally:
-        set_counted(True)
 
 
 def _parts_of(share: RankShare, *, listed: bool | None) -> list[Any]:

@@ -134,7 +134,7 @@ def _open_ranks(request: PlanRequest, hardware: VirtualHardware, one_card: OneCa
 
 
 def _checked(found: Sequence[Measurement], profiler: SplitProfiler) -> list[Measurement]:
-    """The measurements, of which the one of the largest micro-batch that fits was run in full."""
+    """The measurements, of which the script of the largest micro-batch that fits was checked."""
     fitting = [run.split for run in found if run.throughput is not None]
     largest = max(fitting, key=lambda split: split.micro_batch_size, default=None)
     return [profiler.measure_whole_steps(run.split) if run.split == largest else run for run in found]

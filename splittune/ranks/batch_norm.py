@@ -8,6 +8,8 @@ that is tested on all.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -118,7 +120,7 @@ def set_counted(is_counted: bool) -> None:
     A rank without a sample in a micro-batch calls ``set_counted(False)`` before it runs its
     stand-in, which all layers then normalise and no statistics see, and ``set_counted(True)`` before
     its next micro-batch. It must hold until the backward has ended, where checkpoints run layers
-    again. `SplitConfig.micro_batches` does all this.
+    again. `SplitConfig.micro_batches` does all this, by `standing_in`.
     """
     _NOW.is_counted = is_counted
 
@@ -128,6 +130,27 @@ class _Now:
 
 
 _NOW = _Now()  # a fact of what the loop is at, rather than of a layer: several models may be given the stand-in
+
+
+@contextmanager
+def standing_in(model: nn.Module | None) -> Iterator[None]:
+    """Inside, the loop runs a stand-in: its sample enters the statistics of no BatchNorm layer.
+
+    Synchronised layers normalise it by the samples of the other ranks. Those of `model` that are not
+    take their running statistics for as long: of a single sample they would have no variance, and
+    raise on this rank while the others wait for it.
+    """
+    norms = [module for module in modules_of(model) if isinstance(module, _BatchNorm)] if model is not None else []
+    alone = [norm for norm in norms if norm.training and not isinstance(norm, SynchronisedBatchNorm)]
+    set_counted(False)
+    for norm in alone:
+        norm.training = False
+    try:
+        yield
+    finally:
+        set_counted(True)
+        for norm in alone:
+            norm.training = True
 
 
 def _spans_ranks(group: dist.ProcessGroup | None) -> bool:

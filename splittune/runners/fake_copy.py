@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from splittune.fakes import FakeTensorMode
+from splittune.fakes import FakeTensorMode, ShapeMode
 from splittune.parallel.nesting import map_tensors
 from splittune.training import SampleBatch, Snapshot, TrainingTask
 
@@ -49,7 +49,7 @@ def on_shapes(task: TrainingTask, samples: SampleBatch) -> Iterator[tuple[Traini
 
     An operation of real tensors alone is done for real, so none of the job's own are used inside.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = ShapeMode(allow_non_fake_inputs=True)
     copied = without_values(task, mode)
     batch = map_tensors(lambda tensor: shape_of(tensor, mode), samples.batch)
     with mode:

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
@@ -86,8 +87,8 @@ class Scripts:
     of cards, one short and one that is a script's too, say how amounts follow from the shards.
 
     Where these differ by more than amounts, because the model takes another way with other batch sizes, or refuses
-    those of a tape, there are no scripts, and trials are run in full. The same goes from the moment that a trial run in
-    full gives another result than the script did: so the first best split of a search is looked at twice.
+    those of a tape, there are no scripts, and trials are run in full. The same goes from the moment that a step run in
+    full gives another result than the script did: so the first best split of a search is looked at twice (`check`).
     """
 
     def __init__(self) -> None:
@@ -131,20 +132,34 @@ class Scripts:
             self._made[ScriptKind(placement, (True,) * num_devices, _MOST_KINDS)] = Script(whole, large, lines)
         return self._lines[key]
 
-    def checked(self, measurement: Measurement, in_full: Callable[[], Measurement]) -> Measurement:
-        """The measurement, run in full where it came from a script that was not held against a run in full before."""
-        kind = ScriptKind.of(measurement.split, measurement.loss_placement)
-        if kind in self._checked or (measurement.loss_placement, measurement.split) not in self._played:
-            return measurement
-        whole = in_full()
+    def was_played(self, split: BatchSplit, placement: LossPlacement) -> bool:
+        """Whether a script told what this split does."""
+        return (placement, split) in self._played
+
+    def check(
+        self,
+        split: BatchSplit,
+        placement: LossPlacement,
+        played: Callable[[BatchSplit], Measurement],
+        in_full: Callable[[BatchSplit], Measurement],
+    ) -> None:
+        """Hold the script of `split` against a run in full, unless that was done: `hold` is False if it was wrong.
+
+        A single one of its micro-batches shows what a step does at that size. Worked: for 8 x (1 + 3 + 4 + 4), 1 x
+        (1 + 3 + 4 + 4) is played and run.
+        """
+        kind = ScriptKind.of(split, placement)
+        if kind in self._checked:
+            return
         self._checked.add(kind)
-        difference = _difference(measurement, whole)
+        alone = replace(split, global_batch_size=split.micro_batch_size, accumulation_steps=1)
+        one = split if kind.num_micro_steps == 2 else alone  # of which there is a script
+        difference = _difference(played(one), in_full(one))
         if difference is not None:
             self.hold = False
             self._lines = dict.fromkeys(self._lines)
             self._made = dict.fromkeys(self._made)
             logger.warning(_NO_SCRIPT, difference)
-        return whole
 
 
 def _script(kind: ScriptKind, lines: Lines, tape: Callable[[Sequence[int], int], Tape]) -> Script:

@@ -36,8 +36,8 @@ class ShapeRunner:
     No arithmetic is done: a step of GPT-2 (124 million parameters) takes two or three seconds on two cores, at any
     batch size, and no memory for activations. Allocations, peaks and modelled times are those of a run on real tensors.
 
-    With `scripts` a few trials are taped, and all others played from them, which takes half a second (`Scripts`). What
-    is measured at the end of a search is run in full, and says whether the script holds.
+    With `scripts` a few trials are taped, and all others played from them, which takes half a second (`Scripts`). A
+    micro-batch of what is measured at the end of a search is run in full, and says whether the script holds.
 
     The job's model and optimizer are only read, and what else its functions change, random generators and lists say,
     is put back by `close` as `InProcessRunner` puts it back. Where a step needs values, a loss that is read in it say,
@@ -87,11 +87,21 @@ class ShapeRunner:
         """
         if (split, placement) not in self._known:
             self._known[split, placement] = self._measure(split, headroom, placement)
-        known = self._known[split, placement]
-        if in_full and self.needs_values is None and self._scripts is not None:
-            known = self._scripts.checked(known, lambda: self._measure(split, headroom, placement, play=False))
-            self._known[split, placement] = known
-        return known
+        if in_full and self._is_wrong(split, headroom, placement):
+            self._known[split, placement] = self._measure(split, headroom, placement, play=False)
+        return self._known[split, placement]
+
+    def _is_wrong(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> bool:
+        """Whether the split was played from a script that a step run in full does not bear out."""
+        scripts = self._scripts
+        if scripts is None or self.needs_values is not None or not scripts.was_played(split, placement):
+            return False
+        scripts.check(
+            *(split, placement),
+            played=lambda one: self._measure(one, headroom, placement),
+            in_full=lambda one: self._measure(one, headroom, placement, play=False),
+        )
+        return not scripts.hold or self.needs_values is not None
 
     def _measure(
         self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement, *, play: bool = True
@@ -153,7 +163,7 @@ class ShapeProfiler:
         return self.runner.measure(split, self.headroom, self.placement, in_full=False)
 
     def measure_whole_steps(self, split: BatchSplit) -> Measurement:
-        """The same, which a modelled clock repeats exactly; but run in full, should no script have been checked yet."""
+        """The same, which a modelled clock repeats exactly; the script it was played from is checked, if none was."""
         return self.runner.measure(split, self.headroom, self.placement, in_full=True)
 
 

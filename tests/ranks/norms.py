@@ -149,3 +149,22 @@ def refused(_group: dist.ProcessGroup | None) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def unsynchronised(group: dist.ProcessGroup | None) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, bool]:
+    """All samples on rank 0: gradients there and of one device, the running mean, and whether the layer trains on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    one, batch = copy.deepcopy(model), torch.randn(5, 3, dtype=torch.float64)
+    loss_of(one(batch)).backward()
+    sizes = ((5,), *((0,) for _ in range(dist.get_world_size(group) - 1)))
+    config = config_of(len(sizes))
+    wrapped = config.wrap(model)
+    share = share_of((batch, torch.arange(5)), sizes, dist.get_rank(group))
+    for micro in config.micro_batches(share, wrapped):
+        (loss_of(wrapped(micro.batch[0])) * micro.weight).backward()
+    grads = [{name: grad for name, grad in gradients(each).items() if grad is not None} for each in (wrapped, one)]
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    return grads[0], grads[1], norm.running_mean, norm.training

@@ -26,6 +26,7 @@ from tests.ranks.norms import (
     of_one_value,
     on_ranks,
     refused,
+    unsynchronised,
 )
 from tests.ranks.pool import Pool
 
@@ -75,6 +76,14 @@ def test_so_is_the_loop_of_a_config(
     for answer in pool.run(by_config, case, names_model, num_ranks=len(sizes[0])):
         assert_same(answer, {key: expected[key] for key in answer}, 1e-12)
         assert {*answer, "outputs", "gradient of the inputs"} == set(expected)
+
+
+def test_a_stand_in_is_nothing_to_batch_norm_that_is_not_synchronised(pool: Pool) -> None:
+    """Of its one sample there is no variance, and no statistics either: where it runs, the running ones stand."""
+    answers = pool.run(unsynchronised)
+    for rank, (mine, expected, running_mean, trains) in enumerate(answers):
+        assert_same(mine, expected, 1e-12)
+        assert (bool(running_mean.any()), trains) == (rank == 0, True)
 
 
 def test_a_layer_that_cannot_be_synchronised_is_refused_on_every_rank(pool: Pool) -> None:

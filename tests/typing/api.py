@@ -39,6 +39,7 @@ from splittune import (
     WorkerError,
     accumulate,
     autotune,
+    load_state_dict,
     plan,
     verify,
 )
@@ -140,6 +141,10 @@ def a_config(config: SplitConfig) -> None:
     assert_type(config.split.shard_sizes, tuple[int, ...])
     assert_type(config.devices, tuple[Device, ...])
     config.wrap(model, nn.functional.mse_loss, weight_fn=lambda targets: float(targets.sum()), devices=["cuda:0"])
+    assert_type(config.wrap(model, ddp_options={"gradient_as_bucket_view": True}, timeout_s=120), SplitModule)
+    for batch in config.shard(loader, seed=1):
+        assert_type(next(config.micro_batches(batch)), MicroBatch)
+    load_state_dict(model, model.state_dict())
     verification = verify(config, make_task(), devices="4xV100-16GB", num_steps=5, measure_eval_batch_size=True)
     assert_type(verification, Verification)
     assert_type(verification.is_verified, bool)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 # Private: torch.compile and torch.export trace with them, and splittune's virtual GPUs plan with them.
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
 
+from splittune.fakes import ShapeMode
 from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual.allocator import CachingAllocator
 from splittune.split import BatchSplit
@@ -77,7 +78,7 @@ def test_fake_equals_real(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = account_of(*made(name), monkeypatch)
     model, batch = made(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = ShapeMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied = copy.deepcopy(model)
     with warnings.catch_warnings(), mode:
