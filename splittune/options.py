@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from reprlib import repr as short_repr
 from typing import Literal, get_args
 
 from splittune.checks import checked_int
+from splittune.config.data import Strategy
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import LossPlacement
 from splittune.runners.base import DeviceView, JobFacts
@@ -34,6 +37,7 @@ ALIKE_FRACTION = 0.05
 
 LossPlacements = Literal["output", "replica", "either"]
 SharesChoice = Literal["auto", "gpu0", "each"]
+StrategyChoice = Literal["dp", "ddp", "either"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,20 @@ class SearchOptions:
     def timeout_each_s(self) -> float | None:
         """Seconds for each placement, None for no limit."""
         return self.timeout_s if len(self.placements) == 1 or self.timeout_s is None else self.timeout_s / 2
+
+
+def strategies_of(choice: object) -> tuple[Strategy, ...]:
+    """The strategies to plan: "either" is both.
+
+    Raises:
+        ConfigError: it is none; the message names the nearest.
+    """
+    known = get_args(StrategyChoice)
+    if choice not in known:
+        near = difflib.get_close_matches(str(choice).lower(), known, n=2, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ConfigError(f"strategy is {short_repr(choice)}: expected one of {known}.{hint}")
+    return ("dp", "ddp") if choice == "either" else ("dp",) if choice == "dp" else ("ddp",)
 
 
 def space_for(job: JobFacts, shares: SharesChoice) -> SplitSpace:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from splittune.config import SplitConfig
+from splittune.config.data import Strategy
 from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.foretelling import foretell_beside
 from splittune.hardware import resolve_hardware
@@ -20,8 +21,10 @@ from splittune.options import (
     LossPlacements,
     SearchOptions,
     SharesChoice,
+    StrategyChoice,
     headroom_for,
     space_for,
+    strategies_of,
 )
 from splittune.profiling.drift import anchored
 from splittune.profiling.foretold import Foretold
@@ -76,6 +79,7 @@ def autotune(
     storage: str | os.PathLike[str] | None = None,
     loss_placement: LossPlacements = "output",
     shares: SharesChoice = "auto",
+    strategy: StrategyChoice = "dp",
     sampler: str = DEFAULT_SAMPLER,
     seed: int = 0,
     isolation: Literal["process"] | None = None,
@@ -116,6 +120,9 @@ def autotune(
             loss_fn)``; "either" searches both, half the trials each, and the config says which won.
         shares: "gpu0" searches GPU 0's share and spreads the rest evenly, "each" every card's own;
             "auto" takes the first where the other cards are alike, the second where they are not.
+        strategy: "dp" for one process with a replica on each card; on virtual cards also "ddp", a rank of
+            DistributedDataParallel for each, or "either", the faster of both. Real cards are not tuned in ranks yet:
+            `plan` foretells it.
         sampler: "guided" by models of memory and time, which provokes no OOM that they can foresee;
             "tpe", "gp", "random" and "grid" are there to compare.
         seed: for samplers that draw.
@@ -140,16 +147,6 @@ def autotune(
         "grad_scaler": grad_scaler,
         "other_state": other_state,
     }
-    runner: Runner
-    if isolation == "process":
-        _refuse_parts(parts)
-        runner = WorkerRunner(model, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
-    elif isolation is None:
-        module: Any = model  # what is none is refused there
-        task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
-        runner = InProcessRunner(task, resolve_hardware(devices))
-    else:
-        raise ConfigError(f'isolation is {isolation!r}: expected None, for this process, or "process".')
     options = SearchOptions(
         min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,
@@ -160,7 +157,29 @@ def autotune(
         sampler=sampler,
         seed=seed,
     )
-    result = tune(runner, options, callback_for(progress))
+    module: Any = model  # what is none is refused by TrainingTask
+    if strategies_of(strategy) != ("dp",):
+        if isolation is not None:
+            raise ConfigError(
+                f'isolation is {isolation!r} with strategy="{strategy}": expected None, for this process.'
+            )
+        # imported late: it stands on this module
+        from splittune.modelled_ddp import tune_by_strategy, virtual_cards
+
+        hardware = virtual_cards(devices, strategy)
+        task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
+        result = tune_by_strategy(task, hardware, options, callback_for(progress), strategy=strategy)
+    else:
+        runner: Runner
+        if isolation == "process":
+            _refuse_parts(parts)
+            runner = WorkerRunner(model, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
+        elif isolation is None:
+            task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
+            runner = InProcessRunner(task, resolve_hardware(devices))
+        else:
+            raise ConfigError(f'isolation is {isolation!r}: expected None, for this process, or "process".')
+        result = tune(runner, options, callback_for(progress))
     for note in result.notes:  # a script that goes straight on to training shows nothing of the result
         logger.warning(note)
     return result
@@ -217,7 +236,7 @@ def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> Tune
             runner.close()
         finally:
             callback.on_end()
-    return _result_of(found, job, headroom, options.seed, foretold)
+    return result_of(found, job, headroom, seed=options.seed, foretold=foretold)
 
 
 def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequence[LossPlacement]) -> SearchResult:
@@ -263,9 +282,16 @@ def _is_empty(part: object) -> bool:
     return isinstance(part, tuple) and not part
 
 
-def _result_of(
-    found: SearchResult, job: JobFacts, headroom: tuple[int, ...], seed: int, foretold: Foretold | None
+def result_of(
+    found: SearchResult,
+    job: JobFacts,
+    headroom: tuple[int, ...],
+    *,
+    seed: int,
+    foretold: Foretold | None = None,
+    strategy: Strategy = "dp",
 ) -> TuneResult:
+    """What `autotune` returns of a finished search, with the config to train with."""
     cards, throughput, rate = job.cards, found.best.throughput, job.loader_samples_per_s
     slow = None if rate is None or throughput is None else describe_slow_loader(job.loader_advice, rate, throughput)
     config = SplitConfig(
@@ -276,6 +302,7 @@ def _result_of(
         min_headroom_bytes=headroom,
         planned_peak_reserved_bytes=tuple(memory.peak_reserved_bytes for memory in found.best.memory),
         loss_placement=found.best.loss_placement,
+        strategy=strategy,
         throughput=found.best.throughput,
         step_time_s=found.best.step_time_s,
         seed=seed,

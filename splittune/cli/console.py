@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from splittune.config.data import Strategy
 from splittune.errors import SplittuneError
 
 EXIT_NO_FEASIBLE_SPLIT = 1
@@ -28,6 +29,16 @@ console = Console()
 def say(text: str) -> None:
     """Print as it is: no markup, no colours for numbers, no line breaks of the console's own."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def say_how_to_wrap(strategy: Strategy, device: str | None = None) -> None:
+    """Print the lines that train under a config; `device` is the first real one, for one planned on virtual ones."""
+    if strategy == "ddp":
+        say('    model = config.wrap(model, devices="cuda")  # in a process for each card, as torchrun starts them')
+        say("    loader = config.shard(loader)  # this rank's part of every batch")
+    else:
+        named = "" if device is None else f', devices=["{device}", ...]'
+        say(f"    model = config.wrap(model{named})")
 
 
 def fail(error: SplittuneError, code: int) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from splittune.report.words import rate_of, shape_of
 from splittune.runners.replay import Scripts
 from splittune.runners.shapes import ShapeRunner
 from splittune.training import TrainingTask
+from splittune.tuner import tune as run_search
 
 
 def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False, verbose: VerboseOption = False) -> None:
@@ -54,7 +56,9 @@ def _plan_gpt2(out: Path, *, quiet: bool, verbose: bool) -> None:
     with console.status("making the model"):
         runner = _on_shapes(gpt2(), GPT2_DEVICES)
     options = SearchOptions(max_trials=GPT2_MAX_TRIALS)
-    result = tune_and_save(runner, out, options, quiet=quiet, verbose=verbose, log_level=_log_level(verbose))
+    result = tune_and_save(
+        partial(run_search, runner, options), out, quiet=quiet, verbose=verbose, log_level=_log_level(verbose)
+    )
     headroom = result.config.min_headroom_bytes
     with console.status("halving the batch, as people do, until an even split fits"):
         runner.open(["output"])
@@ -90,9 +94,8 @@ def _train_byte_gpt(out: Path, *, verbose: bool) -> None:
     say("Python's own standard library, on 4 small virtual GPUs, the first of them almost full.")
     options = SearchOptions()
     with console.status("tuning its split"):
-        result = tune_and_save(
-            _on_shapes(task, DEMO_DEVICES), out, options, quiet=True, verbose=verbose, log_level=_log_level(verbose)
-        )
+        search = partial(run_search, _on_shapes(task, DEMO_DEVICES), options)
+        result = tune_and_save(search, out, quiet=True, verbose=verbose, log_level=_log_level(verbose))
     config = SplitConfig.load(out / "split.json")
     with console.status(f"training {DEMO_STEPS} steps under the tuned split"):
         losses, peaks = train_under_config(config, resolve_hardware(DEMO_DEVICES))

@@ -13,3 +13,10 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progre
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show why each split was tried, and the whole explanation.")
 ]
+StrategyOption = Annotated[
+    str,
+    typer.Option(
+        help='"dp": one process with a replica on each card; "ddp": a process for each card, on one machine or many; '
+        '"either": both, side by side.'
+    ),
+]

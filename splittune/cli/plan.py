@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
-from splittune.cli.console import EXIT_INTERRUPTED, console, log_above_the_bar, say, sigterm_as_exit
-from splittune.cli.options import JobArgument, QuietOption, VerboseOption
+from splittune.cli.console import (
+    EXIT_INTERRUPTED,
+    console,
+    log_above_the_bar,
+    say,
+    say_how_to_wrap,
+    sigterm_as_exit,
+)
+from splittune.cli.options import JobArgument, QuietOption, StrategyOption, VerboseOption
 from splittune.config.files import check_writable
 from splittune.errors import ConfigError, NoFeasibleSplitError
-from splittune.options import DEFAULT_MAX_TRIALS
+from splittune.options import DEFAULT_MAX_TRIALS, StrategyChoice, strategies_of
 from splittune.planning.request import PlanRequest, checked_machines, checked_request, checked_sizes
 from splittune.planning.result import Plan, PlannedSearch
 from splittune.planning.storage import FinishedRows
@@ -55,12 +62,15 @@ def plan(
     max_trials: MaxTrialsOption = DEFAULT_MAX_TRIALS,
     min_headroom_bytes: HeadroomOption = None,
     storage: StorageOption = None,
+    strategy: StrategyOption = "dp",
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Plan your own job on machines that are not here: best split, speed and memory of each batch size."""
     sizes = None if global_batch_size is None else parse_sizes(global_batch_size)
-    machines = checked_machines(devices)
+    strategies_of(strategy)
+    chosen = cast("StrategyChoice", strategy)
+    machines = checked_machines(devices, chosen)
     checked_sizes(sizes, machines)
     check_writable(out)
     finished = FinishedRows(storage or out / STORAGE_FILE)
@@ -72,6 +82,7 @@ def plan(
         splits=None,
         min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,
+        strategy=chosen,
     )
     sweep_and_save(request, finished, out, quiet=quiet, verbose=verbose)
 
@@ -134,4 +145,4 @@ def _show_and_save(rows: list[PlannedSearch], out: Path) -> None:
     if best is not None:
         say("To train on real cards:")
         say(f'    config = splittune.SplitConfig.load("{out / (config_name(best) or "")}")')
-        say('    model = config.wrap(model, devices=["cuda:0", ...])')
+        say_how_to_wrap(best.strategy, "cuda:0")

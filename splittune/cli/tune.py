@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import typer
 
 from splittune.cards import kind_of_cards
-from splittune.cli.console import EXIT_INTERRUPTED, console, log_above_the_bar, say, sigterm_as_exit
-from splittune.cli.options import JobArgument, OutOption, QuietOption, VerboseOption
+from splittune.cli.console import (
+    EXIT_INTERRUPTED,
+    console,
+    log_above_the_bar,
+    say,
+    say_how_to_wrap,
+    sigterm_as_exit,
+)
+from splittune.cli.options import JobArgument, OutOption, QuietOption, StrategyOption, VerboseOption
 from splittune.config.files import check_writable
 from splittune.hardware import resolve_hardware
 from splittune.hardware.cuda import count_visible_devices
-from splittune.options import DEFAULT_MAX_TRIALS, LossPlacements, SearchOptions, SharesChoice
+from splittune.modelled_ddp import tune_by_strategy, virtual_cards
+from splittune.options import (
+    DEFAULT_MAX_TRIALS,
+    LossPlacements,
+    SearchOptions,
+    SharesChoice,
+    StrategyChoice,
+    strategies_of,
+)
 from splittune.report import TuneResult, save_tables
 from splittune.report.console import show_notes, show_result
 from splittune.report.progress import ConsoleCallback, SilentCallback
@@ -24,6 +41,7 @@ from splittune.runners.in_process import InProcessRunner
 from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunner
 from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
 from splittune.split import SplitSpace
+from splittune.training import TrainingTask
 from splittune.training.load_task import load_task
 from splittune.tuner import TuneCallback
 from splittune.tuner import tune as run_search
@@ -76,6 +94,7 @@ def tune(
     storage: StorageOption = None,
     loss_placement: LossOption = "output",
     shares: SharesOption = "auto",
+    strategy: StrategyOption = "dp",
     sampler: SamplerOption = DEFAULT_SAMPLER,
     isolation: IsolationOption = "auto",
     trial_timeout_s: TrialTimeoutOption = DEFAULT_TRIAL_TIMEOUT_S,
@@ -95,24 +114,31 @@ def tune(
         sampler=sampler,
         seed=seed,
     )
-    runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
-    result = tune_and_save(runner, out, options, quiet=quiet, verbose=verbose)
+    search: Callable[[TuneCallback], TuneResult]
+    if strategies_of(strategy) == ("dp",):
+        runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
+        search = partial(run_search, runner, options)
+    else:
+        chosen = cast("StrategyChoice", strategy)
+        cards = virtual_cards(devices, chosen)
+        search = partial(tune_by_strategy, _task_of(job, global_batch_size), cards, options, strategy=chosen)
+    result = tune_and_save(search, out, quiet=quiet, verbose=verbose)
     show_result(result, console, verbose=verbose)
     say(f"\nSaved in {out}: split.json, trials.csv, devices.csv, explanation.txt. To train:")
-    say(f'    config = splittune.SplitConfig.load("{out / "split.json"}")\n    model = config.wrap(model)')
+    say(f'    config = splittune.SplitConfig.load("{out / "split.json"}")')
+    say_how_to_wrap(result.config.strategy)
     show_notes(result, console)
 
 
 def tune_and_save(
-    runner: Runner,
+    search: Callable[[TuneCallback], TuneResult],
     out: Path,
-    options: SearchOptions,
     *,
     quiet: bool,
     verbose: bool,
     log_level: int = logging.INFO,
 ) -> TuneResult:
-    """Tune and write the files; log from `log_level` up, if not `quiet`.
+    """Search and write the files; log from `log_level` up, if not `quiet`.
 
     When it ends early, by Ctrl-C say, the finished trials are written all the same.
     """
@@ -120,7 +146,7 @@ def tune_and_save(
     log_above_the_bar(logging.WARNING if quiet else log_level)
     try:
         with sigterm_as_exit():
-            result = run_search(runner, options, callback)
+            result = search(callback)
     except BaseException as error:
         if callback.cards is not None and callback.trials:
             save_tables(out, callback.trials, callback.cards.devices, is_modelled=callback.cards.is_modelled)
@@ -140,10 +166,12 @@ def _runner_for(
     if isolation == "process" or (isolation == "auto" and names_cuda_devices(devices)):
         return WorkerRunner(job, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
     hardware = resolve_hardware(devices)
+    return InProcessRunner(_task_of(job, global_batch_size), hardware)
+
+
+def _task_of(job: str, global_batch_size: int | None) -> TrainingTask:
     task = load_task(job)
-    if global_batch_size is not None:
-        task = dataclasses.replace(task, global_batch_size=global_batch_size)
-    return InProcessRunner(task, hardware)
+    return task if global_batch_size is None else dataclasses.replace(task, global_batch_size=global_batch_size)
 
 
 def names_cuda_devices(devices: str | None) -> bool:

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 _EXAMPLES = '["cuda:1", "cuda:0"], "cuda:0,cuda:1", or virtual GPUs such as "4xRTX3090"'
 
 
-def resolve_hardware(devices: str | Sequence[str | int | torch.device] | None = None) -> Hardware:
+def resolve_hardware(
+    devices: str | Sequence[str | int | torch.device] | None = None, *, max_devices: int | None = None
+) -> Hardware:
     """The hardware that `devices` means; the first device is 'GPU 0'.
+
+    `max_devices` bounds virtual GPUs, where they need not be on one machine.
 
     - None: all visible CUDA devices.
     - a sequence, ``["cuda:1", "cuda:0"]`` or ``[1, 0]``: these CUDA devices, in this order.
@@ -36,7 +40,7 @@ def resolve_hardware(devices: str | Sequence[str | int | torch.device] | None = 
     if devices is None:
         return _all_visible()
     if isinstance(devices, str):
-        return _from_text(devices)
+        return _from_text(devices, max_devices)
     return CudaHardware([_torch_device(device, position) for position, device in enumerate(_in_a_row(devices))])
 
 
@@ -51,7 +55,7 @@ def _all_visible() -> CudaHardware:
     return CudaHardware(all_cards())
 
 
-def _from_text(text: str) -> Hardware:
+def _from_text(text: str, max_devices: int | None) -> Hardware:
     names = [name.strip() for name in text.split(",")]
     are_real = [_is_real(name) for name in names]
     if all(are_real):
@@ -63,9 +67,9 @@ def _from_text(text: str) -> Hardware:
         )
     # imported late: virtual GPUs are a machinery of their own, which real ones do without
     from splittune.hardware.virtual import VirtualHardware
-    from splittune.hardware.virtual.catalog import parse_gpus
+    from splittune.hardware.virtual.catalog import MAX_DEVICES, parse_gpus
 
-    gpus = parse_gpus(text)
+    gpus = parse_gpus(text, max_devices=max_devices or MAX_DEVICES)
     return VirtualHardware([gpu for gpu, _ in gpus], occupied_bytes=[occupied_bytes for _, occupied_bytes in gpus])
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
-from splittune.options import DEFAULT_MAX_TRIALS, headroom_for
+from splittune.hardware.virtual import VirtualHardware
+from splittune.options import DEFAULT_MAX_TRIALS, StrategyChoice, headroom_for
 from splittune.planning.request import PlanRequest, checked_request
 from splittune.planning.result import Plan
 from splittune.planning.storage import FinishedRows
 from splittune.planning.sweep import planned_searches
 from splittune.profiling.measurement import Measurement
 from splittune.report.capacity.progress import PlanCallback, plan_callback_for
+from splittune.report.capacity.row import named_of
+from splittune.runners.base import SplitProfiler
+from splittune.runners.modelled_ranks.kinds import kinds_of
+from splittune.runners.modelled_ranks.one_card import OneCardTrials
+from splittune.runners.modelled_ranks.step import RankTrials
 from splittune.runners.replay import Scripts
 from splittune.runners.shapes import ShapeProfiler, ShapeRunner
 from splittune.split import BatchSplit
@@ -19,6 +26,7 @@ from splittune.training import TrainingTask
 
 # To tape a trial and run a short one takes as long as so many in full.
 FEW_SPLITS = 2
+_Opened = AbstractContextManager[ShapeProfiler] | AbstractContextManager[RankTrials]
 
 
 def plan(
@@ -30,6 +38,7 @@ def plan(
     min_headroom_bytes: int | Sequence[int] | None = None,
     max_trials: int = DEFAULT_MAX_TRIALS,
     storage: str | os.PathLike[str] | None = None,
+    strategy: StrategyChoice = "dp",
     progress: bool = True,
 ) -> Plan:
     """Foretell memory and speed of a job on machines that are not here.
@@ -48,6 +57,10 @@ def plan(
         max_trials: splits to search at most, for each machine and batch size.
         storage: a file where finished machines and batch sizes are kept: a plan that was interrupted goes on there. A
             job that was changed, other options or another version are searched anew. Given splits are not kept.
+        strategy: "dp" for one process with a replica on each card; "ddp" for a process for each card, ranks of
+            DistributedDataParallel, on one machine or on many (up to 16,384 cards); "either" for both, side by side.
+            Ranks are modelled from what one card does with its share (`RankTrials` says how), over links as fast as the
+            slowest of the cards' slots: a network between machines, which may be slower, is not modelled.
         progress: show which machine and batch size is being planned, of how many.
 
     Raises:
@@ -61,6 +74,7 @@ def plan(
         splits=splits,
         min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,
+        strategy=strategy,
     )
     callback = plan_callback_for(progress)
     try:
@@ -78,25 +92,48 @@ def _foretell(
     found: list[Measurement] = []
     needs_values = None
     scripts = Scripts() if are_played and len(set(splits)) > FEW_SPLITS else None
-    for machine, cards in zip(request.machines, request.hardware, strict=True):
-        runner = ShapeRunner(request.task, cards, scripts)
-        try:
-            job = runner.open(["output"])
-            headroom = headroom_for(job.cards, request.options.min_headroom_bytes)
-            profiler = runner.profiler(min_headroom_bytes=headroom, loss_placement="output")
+    one_card: OneCardTrials | None = None
+    for machine, hardware in zip(request.machines, request.hardware, strict=True):
+        if machine.strategy == "ddp":
+            one_card = one_card or OneCardTrials(request.task, hardware, are_played=are_played)
+            opened: _Opened = _open_ranks(request, hardware, one_card)
+        else:
+            opened = _open_cards(request, hardware, scripts)
+        with opened as profiler:
             for split in splits:
-                callback.on_split(machine.devices, split, len(found) + 1, len(splits) * len(request.machines))
+                callback.on_split(named_of(machine), split, len(found) + 1, len(splits) * len(request.machines))
                 found.append(profiler.measure(split))
             found[-len(splits) :] = _checked(found[-len(splits) :], profiler)
-        finally:
-            runner.close()
-        needs_values = needs_values or runner.needs_values
-    if scripts is not None and not scripts.hold:
+        needs_values = needs_values or profiler.needs_values
+    if not all(each.scripts_hold for each in (one_card,) if each) or not (scripts is None or scripts.hold):
         return _foretell(request, splits, callback, are_played=False)
     return Plan(measurements=tuple(found), machines=request.machines, needs_values=needs_values)
 
 
-def _checked(found: Sequence[Measurement], profiler: ShapeProfiler) -> list[Measurement]:
+@contextmanager
+def _open_cards(request: PlanRequest, hardware: VirtualHardware, scripts: Scripts | None) -> Iterator[ShapeProfiler]:
+    """What measures splits in one process."""
+    runner = ShapeRunner(request.task, hardware, scripts)
+    try:
+        job = runner.open(["output"])
+        headroom = headroom_for(job.cards, request.options.min_headroom_bytes)
+        yield runner.profiler(min_headroom_bytes=headroom, loss_placement="output")
+    finally:
+        runner.close()
+
+
+@contextmanager
+def _open_ranks(request: PlanRequest, hardware: VirtualHardware, one_card: OneCardTrials) -> Iterator[RankTrials]:
+    """What measures splits over ranks."""
+    try:
+        job = one_card.open(hardware)
+        headroom = headroom_for(job.cards, request.options.min_headroom_bytes)
+        yield RankTrials.of(one_card, hardware, kinds_of(hardware, headroom))
+    finally:
+        one_card.close()
+
+
+def _checked(found: Sequence[Measurement], profiler: SplitProfiler) -> list[Measurement]:
     """The measurements, of which the script of the largest micro-batch that fits was checked."""
     fitting = [run.split for run in found if run.throughput is not None]
     largest = max(fitting, key=lambda split: split.micro_batch_size, default=None)

@@ -11,7 +11,8 @@ from splittune.checks import checked_int
 from splittune.errors import ConfigError
 from splittune.hardware import resolve_hardware
 from splittune.hardware.virtual import VirtualHardware
-from splittune.options import SearchOptions
+from splittune.hardware.virtual.catalog import MAX_DEVICES, MAX_RANKS
+from splittune.options import SearchOptions, StrategyChoice, strategies_of
 from splittune.planning.result import Machine
 from splittune.search.headroom import headroom_demands
 from splittune.split import BatchSplit, SplitSpace
@@ -20,10 +21,11 @@ from splittune.training import TrainingTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """Machines, and for each the batch sizes to search or the splits to foretell."""
+    """Machines, each with a strategy, and for each the batch sizes to search or the splits to foretell."""
 
     task: TrainingTask
     machines: tuple[Machine, ...]
+    """Once for each strategy."""
     hardware: tuple[VirtualHardware, ...]
     """One for each machine."""
     global_batch_sizes: tuple[int | None, ...]
@@ -44,8 +46,9 @@ def checked_request(
     splits: Sequence[BatchSplit] | None,
     min_headroom_bytes: int | Sequence[int] | None,
     max_trials: int,
+    strategy: StrategyChoice = "dp",
 ) -> PlanRequest:
-    """The request, with every machine, batch size and split known to be one that can be planned.
+    """The request, with every machine, batch size, split and strategy known to be one that can be planned.
 
     Raises:
         ConfigError: an argument cannot be used; the message names the entry.
@@ -57,15 +60,21 @@ def checked_request(
         )
     if splits is not None and global_batch_sizes is not None:
         raise ConfigError("got splits and global_batch_sizes: expected one of them. A split has its own batch size.")
-    hardware = checked_machines(devices)
+    strategies = strategies_of(strategy)
+    hardware = checked_machines(devices, strategy)
     names = [devices] if isinstance(devices, str) else devices
     for cards in hardware:
         if min_headroom_bytes is not None:
             headroom_demands(min_headroom_bytes, len(cards.devices))
+    each = [
+        (Machine(devices=name, cards=cards.devices, strategy=one), cards)
+        for name, cards in zip(names, hardware, strict=True)
+        for one in strategies
+    ]
     return PlanRequest(
         task=task,
-        machines=tuple(Machine(devices=name, cards=cards.devices) for name, cards in zip(names, hardware, strict=True)),
-        hardware=hardware,
+        machines=tuple(machine for machine, _ in each),
+        hardware=tuple(cards for _, cards in each),
         global_batch_sizes=checked_sizes(global_batch_sizes, hardware),
         splits=None if splits is None else _splits(splits, hardware),
         options=SearchOptions(
@@ -74,15 +83,16 @@ def checked_request(
     )
 
 
-def checked_machines(devices: str | Sequence[str]) -> tuple[VirtualHardware, ...]:
-    """The machines that are named, each once.
+def checked_machines(devices: str | Sequence[str], strategy: StrategyChoice = "dp") -> tuple[VirtualHardware, ...]:
+    """The machines that are named, each once; ranks, which "ddp" has, may be on many machines at once.
 
     Raises:
         ConfigError: none is named, one is named twice, or real cards are.
         DeviceError: an unknown card; the message names the nearest.
     """
     names = [devices] if isinstance(devices, str) else _entries("devices", devices, '["4xRTX3090"]')
-    hardware = tuple(_virtual(name) for name in names)
+    max_devices = MAX_RANKS if strategies_of(strategy) == ("ddp",) else MAX_DEVICES
+    hardware = tuple(_virtual(name, max_devices) for name in names)
     _check_once("devices", [cards.spec or "" for cards in hardware])
     return hardware
 
@@ -130,12 +140,12 @@ def _check_once(name: str, entries: Sequence[object]) -> None:
         raise ConfigError(f"{name} names {twice[0]} twice: expected each once. Leave one of them out.")
 
 
-def _virtual(machine: object) -> VirtualHardware:
+def _virtual(machine: object, max_devices: int) -> VirtualHardware:
     if not isinstance(machine, str):
         raise ConfigError(
             f'devices holds {short_repr(machine)}: expected machines as text, such as ["4xRTX3090", "2xA100-80GB"].'
         )
-    hardware = resolve_hardware(machine)
+    hardware = resolve_hardware(machine, max_devices=max_devices)
     if not isinstance(hardware, VirtualHardware):
         raise ConfigError(
             f'{machine!r} names cards of this machine: a plan is for virtual ones, such as "4xRTX3090". '

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from splittune.config.data import Strategy
 from splittune.errors import ConfigError
 from splittune.hardware.base import Device
 from splittune.profiling.measurement import Measurement, Outcome
@@ -29,6 +30,8 @@ class PlannedSearch:
     """The machine as it was named."""
     cards: tuple[Device, ...]
     global_batch_size: int
+    strategy: Strategy = "dp"
+    """One process for all cards, or with "ddp" a rank for each."""
     result: TuneResult | None
     """None where nothing fits. Its config trains on real cards: ``config.wrap(model, devices=["cuda:0", ...])``."""
     lacking: str = ""
@@ -47,6 +50,7 @@ class PlannedSearch:
             devices=self.devices,
             cards=self.cards,
             global_batch_size=self.global_batch_size,
+            strategy=self.strategy,
             best=None if result is None else result.best,
             baseline=None if result is None else result.baseline,
             trials=self.trials,
@@ -62,6 +66,8 @@ class Machine:
 
     devices: str
     cards: tuple[Device, ...]
+    strategy: Strategy = "dp"
+    """How they are used: a machine that is planned both ways is there twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +75,9 @@ class Plan:
     """What `plan` foretold; memory is accounted, time is modelled."""
 
     measurements: tuple[Measurement, ...] = ()
-    """Of the splits that were given: machine by machine, in their order."""
+    """Of the splits that were given: machine by machine, of each strategy by strategy, in their order."""
     searches: tuple[PlannedSearch, ...] = ()
-    """Where none were given: machine by machine, and in the order of the batch sizes."""
+    """Where none were given: machine by machine, of each strategy by strategy, and in the order of the batch sizes."""
     needs_values: str | None = None
     """Why the step was run on real tensors; None where shapes did."""
     machines: tuple[Machine, ...] = ()
@@ -126,6 +132,7 @@ class Plan:
                     devices=machine.devices,
                     cards=machine.cards,
                     global_batch_size=run.split.global_batch_size,
+                    strategy=machine.strategy,
                     best=run,
                     trials=trials,
                     message=run.message if run.outcome is not Outcome.OK else "",

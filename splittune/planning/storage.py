@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +25,7 @@ from splittune.search.storage.lock import one_at_a_time
 from splittune.split import BatchSplit
 
 # Raised with every change of what is written: rows of another format are refused.
-FORMAT = "splittune plan 1"
+FORMAT = "splittune plan 2"
 
 
 class FinishedRows:
@@ -67,6 +67,14 @@ class FinishedRows:
         except (KeyError, TypeError, ValueError) as error:
             raise _unusable(self._path, f"a row of it cannot be read: {type(error).__name__}: {error}") from error
 
+    def row(self, identity: Mapping[str, Any], search: Callable[[], PlannedSearch]) -> PlannedSearch:
+        """The row that was kept under this identity, or the one that `search` finds, kept from now on."""
+        kept = self.get(identity)
+        if kept is None:
+            kept = search()
+            self.put(identity, kept)
+        return kept
+
     def put(self, identity: Mapping[str, Any], row: PlannedSearch) -> None:
         """Keep a finished row, on the disk before this returns."""
         self._rows[digest_of(identity)] = _to_dict(row)
@@ -107,6 +115,7 @@ def _to_dict(row: PlannedSearch) -> dict[str, Any]:
         "devices": row.devices,
         "cards": [asdict(card) for card in row.cards],
         "global_batch_size": row.global_batch_size,
+        "strategy": row.strategy,
         "lacking": row.lacking,
         "needs_values": row.needs_values,
         "largest": None if row.largest is None else asdict(row.largest),
@@ -121,6 +130,7 @@ def _from_dict(data: Mapping[str, Any]) -> PlannedSearch:
         devices=data["devices"],
         cards=tuple(Device(**card) for card in data["cards"]),
         global_batch_size=data["global_batch_size"],
+        strategy=data["strategy"],
         lacking=data["lacking"],
         needs_values=data["needs_values"],
         largest=_largest_from_dict(data["largest"]),

@@ -12,14 +12,17 @@ from splittune.config.data import current_versions
 from splittune.errors import NoFeasibleSplitError
 from splittune.hardware.virtual import VirtualHardware
 from splittune.options import MIN_BATCH_NORM_SHARD, headroom_for
+from splittune.planning.keep_trials import TrialKeeper
 from splittune.planning.largest import largest_micro_batch
+from splittune.planning.rank_sweep import RankSweep
 from splittune.planning.request import PlanRequest
 from splittune.planning.result import Machine, PlannedSearch
 from splittune.planning.storage import FinishedRows
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.report.capacity.progress import PlanCallback
-from splittune.report.capacity.row import LargestMicroBatch
+from splittune.report.capacity.row import LargestMicroBatch, named_of
 from splittune.runners.base import JobFacts
+from splittune.runners.modelled_ranks.one_card import OneCardTrials
 from splittune.runners.replay import Scripts
 from splittune.runners.shapes import ShapeProfiler, ShapeRunner
 from splittune.search import Trial
@@ -34,16 +37,28 @@ def planned_searches(
 
     What `storage` has is not searched again. The job is left as it was found, also where this is ended early.
     """
-    scripts = Scripts()
+    number = 0
     with _each_said_once(), nullcontext() if storage is None else storage.alone():
-        for place, (machine, cards) in enumerate(zip(request.machines, request.hardware, strict=True)):
-            first = place * len(request.global_batch_sizes)
-            sweep = _MachineSweep(request, machine, cards, scripts, storage, callback)
-            for number, size in enumerate(request.global_batch_sizes, first + 1):
-                callback.on_row(machine.devices, size, number, request.num_searches)
+        for sweep in _sweeps(request, callback, storage):
+            for size in request.global_batch_sizes:
+                number += 1
+                callback.on_row(named_of(sweep.machine), size, number, request.num_searches)
                 row = sweep.planned(size)
                 callback.on_planned(row.as_row())
                 yield row
+
+
+def _sweeps(
+    request: PlanRequest, callback: PlanCallback, storage: FinishedRows | None
+) -> Iterator[_MachineSweep | RankSweep]:
+    """One for each machine and strategy; those of a strategy share what they know of the job."""
+    scripts, one_card = Scripts(), None
+    for machine, hardware in zip(request.machines, request.hardware, strict=True):
+        if machine.strategy == "dp":
+            yield _MachineSweep(request, machine, hardware, scripts, storage, callback)
+        else:
+            one_card = one_card or OneCardTrials(request.task, hardware)
+            yield RankSweep(request, machine, hardware, one_card, storage, callback)
 
 
 @dataclass(slots=True)
@@ -67,16 +82,12 @@ class _MachineSweep:
         """The row of this batch size: kept from an earlier plan, or searched now and kept."""
         if self.storage is None:
             return self._searched(size)
-        identity = self._identity_of(size)
-        kept = self.storage.get(identity)
-        if kept is None:
-            kept = self._searched(size)
-            self.storage.put(identity, kept)
+        kept = self.storage.row(self._identity_of(size), lambda: self._searched(size))
         self._largest = self._largest or kept.largest
         return replace(kept, devices=self.machine.devices)
 
     def _searched(self, size: int | None) -> PlannedSearch:
-        runner, trials = _AtBatchSize(self._runner, size), _TrialKeeper(self.callback)
+        runner, trials = _AtBatchSize(self._runner, size), TrialKeeper(self.callback)
         try:
             result, lacking = tune(runner, self.request.options, trials), ""
         except NoFeasibleSplitError as error:
@@ -136,6 +147,7 @@ class _MachineSweep:
             step = profiler.measure(split)
         named = self.request.task.model.named_parameters()
         return {
+            "strategy": "dp",
             "machine": self.cards.spec,
             "versions": current_versions(),
             "title": facts.title,
@@ -174,24 +186,6 @@ class _AtBatchSize:
 
     def close(self) -> None:
         self.runner.close()
-
-
-class _TrialKeeper:
-    """Passes on what a search does, and keeps its trials: a search that finds nothing returns none."""
-
-    def __init__(self, callback: PlanCallback) -> None:
-        self.trials: list[Trial] = []
-        self._callback = callback
-        self.on_start = callback.on_start
-        self.on_measure = callback.on_measure
-        self.on_end = callback.on_end
-
-    def on_trial(self, trial: Trial) -> None:
-        self.trials.append(trial)
-        self._callback.on_trial(trial)
-
-    def on_activity(self, what: str) -> None:
-        """Nothing: beside its trials a plan's search does no more."""
 
 
 def _larger(largest: LargestMicroBatch | None, trials: Sequence[Trial]) -> LargestMicroBatch | None:

@@ -130,10 +130,10 @@ class Profiler:
         finally:
             # The except block is left: no frame of a failed step holds tensors any more, so they
             # can be collected.
-            self._clean_up(is_usable)
+            self.clean_up(is_usable)
         return state
 
-    def _clean_up(self, is_usable: bool) -> None:
+    def clean_up(self, is_usable: bool) -> None:
         """Empty the devices and put the job back; touch no device that is not usable any more."""
         try:
             if is_usable:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from splittune.report.explain import facts_of, remedy_of, risks_of
+from splittune.report.explain import risks_of
 from splittune.report.foretold import describe_foretold
 from splittune.report.like_devices import like_devices
 from splittune.report.words import describe_model_error, gpus, rate_of, shares_of
@@ -52,10 +52,9 @@ def show_result(result: TuneResult, console: Console, *, verbose: bool = False) 
         _print_prose(WHY_STOPPED.get(result.stopped, ""), console)
         _print_prose(result.explanation, console)
         return
-    _print_prose(f"Why: {' '.join(facts_of(result.diagnosis))}", console)
-    remedy = remedy_of(result.diagnosis)
-    if remedy:
-        _print_prose(f"For more: {remedy}.", console)
+    _print_prose(f"Why: {' '.join(result.facts)}", console)
+    if result.remedy:
+        _print_prose(f"For more: {result.remedy}.", console)
     if result.foretold is not None:
         _print_prose(describe_foretold(result.foretold, result.best), console)
     if result.config.is_modelled:
@@ -65,7 +64,8 @@ def show_result(result: TuneResult, console: Console, *, verbose: bool = False) 
 def show_notes(result: TuneResult, console: Console) -> None:
     """Show what to see to before training, a line each: the last thing to print, often nothing."""
     cut_short = [CUT_SHORT[result.stopped]] if result.stopped in CUT_SHORT else []
-    for note in (*risks_of(result.diagnosis), *result.notes, *cut_short):
+    risks = () if result.config.strategy == "ddp" else risks_of(result.diagnosis)
+    for note in (*risks, *result.notes, *cut_short):
         _print_prose(f"note: {note}", console)
 
 

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
 from splittune.report.like_devices import like_devices
 from splittune.report.words import count_of, gpus, rate_of, shape_of
+from splittune.split.batch_split import MAX_LISTED
 from splittune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -91,10 +92,10 @@ class ConsoleCallback:
                 f"{gpus(group):<7}  {device.name}, {format_bytes(free)} of {format_bytes(device.total_bytes)} free"
             )
         modelled = " (memory accounted, time modelled)" if cards.is_modelled else ""
-        self._print(
-            f"{count_of(space.global_batch_size, 'sample')} a step: at most {max_trials} of "
-            f"{count_of(space.num_splits, 'split')} are tried{modelled}"
-        )
+        # to count the splits of hundreds of cards takes longer than to search them
+        of_all = f"of {count_of(space.num_splits, 'split')}" if space.num_devices <= MAX_LISTED else "splits"
+        size = count_of(space.global_batch_size, "sample")
+        self._print(f"{size} a step: at most {max_trials} {of_all} are tried{modelled}")
         self._progress.update(self._bar, total=max_trials)
         self._progress.start()
 

@@ -14,9 +14,11 @@ from splittune.hardware.base import Device
 from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import Measurement
 from splittune.report.diagnosis import Diagnosis, diagnose
-from splittune.report.explain import paragraph_of, risks_of
+from splittune.report.explain import facts_of, paragraph_of, remedy_of, risks_of
 from splittune.report.foretold import describe_foretold
+from splittune.report.ranks import parts_of_ranks, why_ranks
 from splittune.report.tables import devices_table, save_csv, trials_table
+from splittune.report.words import describe_model_error
 from splittune.search import Trial
 from splittune.search.result import speedup_over
 
@@ -65,8 +67,23 @@ class TuneResult:
         return diagnose(self.trials, self.best, self.baseline, self.config.devices, is_modelled=self.config.is_modelled)
 
     @property
+    def facts(self) -> tuple[str, ...]:
+        """The facts that matter most, a sentence or two each: what fills the fullest card, what was bought."""
+        if self.config.strategy == "ddp":
+            fullest = min(self.best.memory, key=lambda memory: memory.headroom_bytes).device
+            return (why_ranks(self.best, parts_of_ranks(self.trials, self.best), fullest, self.config.devices),)
+        return facts_of(self.diagnosis)
+
+    @property
+    def remedy(self) -> str:
+        """The remedy that fits best, as a clause in the imperative; empty where none is known."""
+        return "" if self.config.strategy == "ddp" else remedy_of(self.diagnosis)
+
+    @property
     def explanation(self) -> str:
         """The diagnosis in one paragraph; risks, notes and warnings follow."""
+        if self.config.strategy == "ddp":
+            return " ".join((*self.facts, describe_model_error(), *self.notes, *self.warnings))
         diagnosis = self.diagnosis
         risks = [risk[0].upper() + risk[1:] for risk in risks_of(diagnosis)]
         beside = () if self.foretold is None else (describe_foretold(self.foretold, self.best),)

@@ -8,6 +8,7 @@ from itertools import groupby
 from splittune.hardware.virtual.efficiency import MEDIAN_TIME_ERROR, P90_TIME_ERROR, TIME_ERROR_SOURCE
 from splittune.profiling.measurement import Measurement
 from splittune.split import BatchSplit
+from splittune.split.batch_split import listed_shares
 
 
 def shape_of(split: BatchSplit) -> str:
@@ -16,8 +17,8 @@ def shape_of(split: BatchSplit) -> str:
 
 
 def shares_of(split: BatchSplit) -> str:
-    """``"4+20+20+20"``: the samples of each device in the largest micro-batch."""
-    return "+".join(map(str, split.shard_sizes))
+    """``"4+20+20+20"``: each device's samples of the largest micro-batch; of more than 16 ``"512x4+512x12"``."""
+    return listed_shares(split.shard_sizes, plus="+", times="x")
 
 
 def rate_of(measurement: Measurement) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,6 +54,12 @@ class InProcessRunner:
                     raise
                 no_replica_loss = str(error)
         return replace(JobFacts.of(self._task, self._samples, self._hardware), no_replica_loss=no_replica_loss)
+
+    def beside(self, hardware: Hardware) -> InProcessRunner:
+        """A runner of the same job on other hardware, open as long as this one is, which also closes for both."""
+        other = copy.copy(self)
+        other._hardware = hardware
+        return other
 
     @property
     def samples(self) -> SampleBatch:

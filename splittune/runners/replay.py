@@ -62,8 +62,8 @@ class PlayingProfiler(Profiler):
         assert isinstance(hardware, VirtualHardware)
         return _Played(split, Player(self.script, hardware.ledger, split.shard_sizes))
 
-    def _clean_up(self, is_usable: bool) -> None:
-        """Nothing: no tensor was made."""
+    def clean_up(self, is_usable: bool) -> None:
+        """Nothing: what is played makes no tensor, and its devices are gone. Looking for garbage would take longer."""
 
 
 class ScriptKind(NamedTuple):

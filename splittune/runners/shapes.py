@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import traceback
 from collections.abc import Sequence
@@ -58,6 +59,13 @@ class ShapeRunner:
         self.needs_values: str | None = why_not(task)
         """Why trials run on real tensors; None as long as they do not."""
 
+    def beside(self, hardware: VirtualHardware, scripts: Scripts | None = None) -> ShapeRunner:
+        """A runner of the same job on other cards, and with other scripts: open as long as this one is."""
+        other = copy.copy(self)
+        other._hardware, other._real = hardware, self._real.beside(hardware)
+        other._scripts, other._known = scripts, {}
+        return other
+
     def open(self, placements: Sequence[LossPlacement]) -> JobFacts:
         if self.needs_values is not None:
             logger.warning(_ON_REAL_TENSORS, self.needs_values)
@@ -113,7 +121,7 @@ class ShapeRunner:
             return None
 
         def tape(shard_sizes: Sequence[int], accumulation_steps: int) -> Tape:
-            cards = TapedHardware(self._hardware.gpus)
+            cards = TapedHardware(self._hardware.gpus, wrapper_bytes=self._hardware.wrapper_bytes)
             with on_shapes(self._task, self._real.samples) as (task, samples):
                 profiler = TapingProfiler(task, cards, samples, Unkept(), loss_placement=placement)
                 return profiler.tape(shard_sizes, accumulation_steps)
@@ -144,6 +152,11 @@ class ShapeProfiler:
     runner: ShapeRunner
     headroom: tuple[int, ...]
     placement: LossPlacement
+
+    @property
+    def needs_values(self) -> str | None:
+        """Why trials run on real tensors; None as long as they do not."""
+        return self.runner.needs_values
 
     def measure(self, split: BatchSplit) -> Measurement:
         """Micro-steps and updates of `split`."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from splittune.checks import as_int
 from splittune.errors import InvalidSplitError
 from splittune.split.shards import even_shards, fit_shards, shards_with_gpu0, spread_evenly
+
+# Shares of more devices are counted where equal ones follow one another, not listed. A choice: few machines have more.
+MAX_LISTED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,7 @@ class BatchSplit:
         object.__setattr__(self, "shard_sizes", shard_sizes)
         expected = _largest_micro_batch(self.global_batch_size, self.accumulation_steps)
         if sum(self.shard_sizes) != expected:
-            arithmetic = " + ".join(map(str, self.shard_sizes)) or "nothing"
+            arithmetic = listed_shares(self.shard_sizes) or "nothing"
             raise InvalidSplitError(
                 f"shard_sizes sum to {arithmetic} = {sum(self.shard_sizes)}, but the largest micro-batch has "
                 f"ceil({self.global_batch_size} / {self.accumulation_steps}) = {expected} samples. "
@@ -91,8 +96,15 @@ class BatchSplit:
         return fit_shards(micro_batch_size, self.shard_sizes)
 
     def __str__(self) -> str:
-        shards = " + ".join(map(str, self.shard_sizes))
-        return f"{self.global_batch_size} = {self.accumulation_steps} x ({shards})"
+        return f"{self.global_batch_size} = {self.accumulation_steps} x ({listed_shares(self.shard_sizes)})"
+
+
+def listed_shares(shard_sizes: Sequence[int], *, plus: str = " + ", times: str = " x ") -> str:
+    """``"1 + 5 + 5 + 5"``; of more than `MAX_LISTED` devices ``"512 x 4 + 512 x 12"``: 512 of 4 samples, 512 of 12."""
+    if len(shard_sizes) <= MAX_LISTED:
+        return plus.join(map(str, shard_sizes))
+    runs = [(size, sum(1 for _ in alike)) for size, alike in groupby(shard_sizes)]
+    return plus.join(f"{count}{times}{size}" if count > 1 else str(size) for size, count in runs)
 
 
 def _largest_micro_batch(global_batch_size: int, accumulation_steps: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import signal
 import subprocess
 import sys
@@ -134,6 +135,8 @@ def test_nothing_that_fits_exits_with_1(run: Run, tmp_path: Path) -> None:
         (("--devices", "1xRTX3090", "--global-batch-size", "8,8"), "names 8 twice"),
         (("--devices", "1xRTX3090", "--out", "planned.py"), "cannot write planned.py"),
         (("--devices", "1xRTX3090", "--storage", "planned.py"), "storage 'planned.py' cannot be used"),
+        (("--devices", "1xRTX3090", "--strategy", "DDP"), "Did you mean 'ddp'"),
+        (("--devices", "65xRTX3090", "--strategy", "either"), "expected 1 to 64"),
         ((), "Missing option '--devices'"),
     ],
 )
@@ -143,6 +146,20 @@ def test_bad_usage_is_found_out_before_the_job_is_made(arguments: tuple[str, ...
     assert ended.code == 2
     assert words in ended.err
     assert "ZeroDivisionError" not in ended.err
+
+
+def test_both_strategies_are_planned_side_by_side(run: Run, tmp_path: Path) -> None:
+    """A row and a config for each, and a sentence that compares them; --strategy ddp plans hundreds of cards."""
+    ended = run("plan", "planned.py:make_task", "--devices", "2xT400-4GB", *FEW, "--strategy", "either", "--out", "out")
+    assert (ended.code, ended.err) == (0, "")
+    assert [row["strategy"] for row in rows_in(tmp_path / "out")] == ["dp", "ddp"]
+    assert SplitConfig.load(tmp_path / "out/split-2xT400-4GB-ddp-8.json").strategy == "ddp"
+    assert '2xT400-4GB, batch 8: "' in ended.out
+    many = ("plan", "planned.py:make_task", "--devices", "100xT400-4GB,100xT4", *FEW, "--global-batch-size", "8000")
+    ended = run(*many, "--strategy", "ddp", "--out", "many")
+    assert ended.code == 0
+    assert re.search(r"samples/s \(modelled\) as \d+ x \(\d+x\d+\+", ended.out)
+    assert 'config.wrap(model, devices="cuda")' in ended.out
 
 
 def test_sizes_are_numbers_with_commas_between() -> None:

@@ -143,7 +143,7 @@ def test_a_learning_rate_changes_no_row(tmp_path: Path, searched: list[int]) -> 
     ("text", "reason"),
     [
         ("trials,of,another,kind\n", "it is no JSON"),
-        ('{"format": "splittune plan 0", "rows": {}}', "does not say that it is 'splittune plan 1'"),
+        ('{"format": "splittune plan 0", "rows": {}}', "does not say that it is 'splittune plan 2'"),
         ("[]", "does not say"),
     ],
 )

@@ -102,6 +102,17 @@ def test_docstring_example() -> None:
     assert str(split) == "10 = 3 x (1 + 3)"
 
 
+def test_a_thousand_shares_are_counted() -> None:
+    """Equal ones in a row; those of up to 16 devices are listed."""
+    split = BatchSplit(
+        global_batch_size=512 * 4 + 511 * 12 + 13, accumulation_steps=1, shard_sizes=(4,) * 512 + (12,) * 511 + (13,)
+    )
+    assert str(split) == "8193 = 1 x (512 x 4 + 511 x 12 + 13)"
+    assert str(BatchSplit.even(global_batch_size=32, accumulation_steps=2, num_devices=16)).count("1 + ") == 15
+    with pytest.raises(InvalidSplitError, match=r"shard_sizes sum to 1024 x 4 = 4096, but"):
+        BatchSplit(global_batch_size=8, accumulation_steps=1, shard_sizes=(4,) * 1024)
+
+
 def test_gpu0_may_take_the_smaller_equal_or_larger_share() -> None:
     """The hand-tuned wrapper knows only 'smaller'."""
     sizes: dict[str, Any] = {"global_batch_size": 24, "accumulation_steps": 2, "num_devices": 3}

@@ -11,6 +11,9 @@ from splittune.units import GIB, MIB, format_bytes
 
 MAX_DEVICES = 64
 """A bound on typing errors: no machine holds more."""
+MAX_RANKS = 16_384
+"""A bound on typing errors for ranks, which need not be on one machine: as many trained Llama 3 ("The Llama 3 Herd of
+Models", 2024), and few jobs have had more."""
 
 _EXAMPLE = '"4xV100-16GB" or "1xRTX3090:occupied=20GiB,3xRTX3090"'
 _UNITS = {"gib": GIB, "mib": MIB}
@@ -154,7 +157,7 @@ def find_gpu(name: str) -> GpuModel:
     )
 
 
-def parse_gpus(spec: str) -> tuple[tuple[GpuModel, int], ...]:
+def parse_gpus(spec: str, *, max_devices: int = MAX_DEVICES) -> tuple[tuple[GpuModel, int], ...]:
     """Every virtual device a specification asks for, in order: its model, and bytes occupied.
 
     A specification is groups of ``[COUNTx]NAME[:occupied=SIZE]`` with commas between; SIZE, in GiB
@@ -162,18 +165,18 @@ def parse_gpus(spec: str) -> tuple[tuple[GpuModel, int], ...]:
     four devices, the first with 21474836480 bytes occupied.
 
     Raises:
-        DeviceError: a group is malformed, a name unknown, a count outside 1 to `MAX_DEVICES`, or
+        DeviceError: a group is malformed, a name unknown, a count outside 1 to `max_devices`, or
             more is occupied than the GPU has.
     """
     devices: list[tuple[GpuModel, int]] = []
     for group in spec.split(","):
-        devices += _parse_group(group.strip(), spec)
-    if len(devices) > MAX_DEVICES:
-        raise DeviceError(f"{spec!r} asks for {len(devices)} devices: expected at most {MAX_DEVICES}. Ask for fewer.")
+        devices += _parse_group(group.strip(), spec, max_devices)
+    if len(devices) > max_devices:
+        raise DeviceError(f"{spec!r} asks for {len(devices)} devices: expected at most {max_devices}. Ask for fewer.")
     return tuple(devices)
 
 
-def _parse_group(group: str, spec: str) -> list[tuple[GpuModel, int]]:
+def _parse_group(group: str, spec: str, max_devices: int) -> list[tuple[GpuModel, int]]:
     match = _GROUP.fullmatch(group)
     if match is None:
         raise DeviceError(
@@ -181,9 +184,9 @@ def _parse_group(group: str, spec: str) -> list[tuple[GpuModel, int]]:
             f"commas between, such as {_EXAMPLE}."
         )
     count = 1 if match["count"] is None else int(match["count"])
-    if not 1 <= count <= MAX_DEVICES:
+    if not 1 <= count <= max_devices:
         raise DeviceError(
-            f"{group!r} in the devices {spec!r} asks for {count} GPUs: expected 1 to {MAX_DEVICES}, as in {_EXAMPLE}."
+            f"{group!r} in the devices {spec!r} asks for {count} GPUs: expected 1 to {max_devices}, as in {_EXAMPLE}."
         )
     gpu = find_gpu(match["name"])
     return [(gpu, _parse_occupied(match["option"], gpu, group))] * count

@@ -38,6 +38,8 @@ class VirtualHardware:
     Args:
         gpus: one catalog entry for each device; the first is 'GPU 0'.
         occupied_bytes: for each device, what another program holds there. None: nothing.
+        wrapper_bytes: tensors that are allocated on every device when a model is wrapped, and stay: the buckets of
+            DistributedDataParallel say.
 
     Raises:
         DeviceError: no device, or one whose memory is wholly occupied.
@@ -45,8 +47,14 @@ class VirtualHardware:
 
     is_modelled = True
 
-    def __init__(self, gpus: Sequence[GpuModel], *, occupied_bytes: Sequence[int] | None = None) -> None:
-        self.gpus = tuple(gpus)
+    def __init__(
+        self,
+        gpus: Sequence[GpuModel],
+        *,
+        occupied_bytes: Sequence[int] | None = None,
+        wrapper_bytes: Sequence[int] = (),
+    ) -> None:
+        self.gpus, self.wrapper_bytes = tuple(gpus), tuple(wrapper_bytes)
         occupied = (0,) * len(self.gpus) if occupied_bytes is None else tuple(occupied_bytes)
         if not self.gpus:
             raise DeviceError('no virtual GPU: expected at least one, e.g. devices="4xRTX3090".')
@@ -71,6 +79,11 @@ class VirtualHardware:
         self._wrapped: list[weakref.ref[nn.Module]] = []
 
     @property
+    def occupied_bytes(self) -> tuple[int, ...]:
+        """What other programs hold of each device: all that is outside but our own CUDA context."""
+        return tuple(outside - CUDA_CONTEXT_BYTES for outside in self.outside_bytes)
+
+    @property
     def spec(self) -> str | None:
         """As ``devices=`` takes it; None for GPUs not in the catalog.
 
@@ -79,10 +92,10 @@ class VirtualHardware:
         if not set(self.gpus) <= set(GPUS):
             return None
         groups: list[str] = []
-        each = zip(self.gpus, self.outside_bytes, strict=True)
-        for (gpu, outside), group in itertools.groupby(each):
+        each = zip(self.gpus, self.occupied_bytes, strict=True)
+        for (gpu, held), group in itertools.groupby(each):
             # str of a quotient by a power of two is exact: it reads back as the same bytes
-            occupied = f":occupied={(outside - CUDA_CONTEXT_BYTES) / MIB}MiB" if outside > CUDA_CONTEXT_BYTES else ""
+            occupied = f":occupied={held / MIB}MiB" if held else ""
             groups.append(f"{len(list(group))}x{gpu.name}{occupied}")
         return ",".join(groups)
 
@@ -95,13 +108,18 @@ class VirtualHardware:
             raise DeviceError(f"the split {split} is for {split.num_devices} devices, and there are {len(self.gpus)}.")
         if any(tensor.device.type != "cpu" for tensor in (*model.parameters(), *model.buffers())):
             model.to("cpu")
-        return BalancedDataParallel(
+        wrapper = BalancedDataParallel(
             module=model,
             shard_sizes=split.shard_sizes,
             device_ids=["cpu"] * len(self.gpus),
             link=VirtualLink(self),
             **options,
         )
+        if self._ledger is not None:
+            for device in range(len(self.gpus)):
+                for num_bytes in self.wrapper_bytes:
+                    self._ledger.allocate(device, num_bytes)
+        return wrapper
 
     @contextmanager
     def metered(self) -> Iterator[None]:
@@ -229,8 +247,7 @@ class VirtualHardware:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Cards are told by what they are: what they hold belongs to this process.
-        occupied = tuple(outside - CUDA_CONTEXT_BYTES for outside in self.outside_bytes)
-        return _make_again, (self.gpus, occupied)
+        return _make_again, (self.gpus, self.occupied_bytes, self.wrapper_bytes)
 
     def track(self, wrapper: nn.Module) -> None:
         """Count what `wrapper` holds as virtual GPU 0's from now on, as long as it lives."""
@@ -258,8 +275,10 @@ class VirtualHardware:
         return self._ledger
 
 
-def _make_again(gpus: Sequence[GpuModel], occupied_bytes: Sequence[int]) -> VirtualHardware:
-    return VirtualHardware(gpus, occupied_bytes=occupied_bytes)
+def _make_again(
+    gpus: Sequence[GpuModel], occupied_bytes: Sequence[int], wrapper_bytes: Sequence[int]
+) -> VirtualHardware:
+    return VirtualHardware(gpus, occupied_bytes=occupied_bytes, wrapper_bytes=wrapper_bytes)
 
 
 class VirtualLink:

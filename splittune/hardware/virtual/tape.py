@@ -51,8 +51,8 @@ class Tape:
 class TapedHardware(VirtualHardware):
     """Virtual devices of endless memory that write down what happens to them."""
 
-    def __init__(self, gpus: Sequence[GpuModel]) -> None:
-        super().__init__(gpus)
+    def __init__(self, gpus: Sequence[GpuModel], *, wrapper_bytes: Sequence[int] = ()) -> None:
+        super().__init__(gpus, wrapper_bytes=wrapper_bytes)
         self.tape = Tape()
 
     def cut(self) -> None:

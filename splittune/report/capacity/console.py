@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from splittune.report.capacity.row import best_row
+from splittune.report.capacity.row import best_row, named_of
+from splittune.report.capacity.strategies import compared
 from splittune.report.words import count_of, describe_model_error, rate_of, shape_of
 from splittune.units import format_bytes, format_time
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 LEAST_SPEEDUP = 1.005
 _HEADER = (
     "machine",
+    "strategy",
     "batch",
     "steps x samples per GPU",
     "samples/s",
@@ -46,16 +48,17 @@ def answer_of(rows: Sequence[CapacityRow]) -> list[str]:
     run = best.best
     first = (
         f"Best: {rate_of(run)} samples/s (modelled) on {best.devices} at batch {best.global_batch_size}, "
-        f"as {shape_of(run.split)}"
+        f"as {shape_of(run.split)}{'' if best.strategy == 'dp' else ', a rank for each card'}"
     )
     return [line for line in (f"{first}.", _gain(best), best.why) if line]
 
 
 def table_of(rows: Sequence[CapacityRow]) -> list[str]:
-    """A line for each row under a header, in columns."""
-    cells = [_HEADER, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
-    right = {1, 3, 4, 7, 8}  # numbers
+    """A line for each row under a header, in columns; strategies of a machine and batch size below one another."""
+    cells, right = [_HEADER, *(_cells(row) for row in _side_by_side(rows))], {2, 4, 5, 8, 9}  # numbers
+    if all(row.strategy == "dp" for row in rows):
+        cells, right = [(line[0], *line[2:]) for line in cells], {column - 1 for column in right}
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     aligned = [
         "  ".join(
             cell.rjust(width) if column in right else cell.ljust(width)
@@ -66,12 +69,19 @@ def table_of(rows: Sequence[CapacityRow]) -> list[str]:
     return ["Modelled, a row for each machine and batch size:", *aligned]
 
 
+def _side_by_side(rows: Sequence[CapacityRow]) -> list[CapacityRow]:
+    if len({row.strategy for row in rows}) == 1:
+        return list(rows)
+    keys = list(dict.fromkeys((row.devices, row.global_batch_size) for row in rows))
+    return sorted(rows, key=lambda row: keys.index((row.devices, row.global_batch_size)))
+
+
 def notes_of(rows: Sequence[CapacityRow]) -> list[str]:
-    """What every figure above rests on, and what lacked where nothing fits."""
+    """Which strategy is faster and why, what lacked where nothing fits, and what every figure above rests on."""
     lacking = [
-        f"{row.devices}, batch {row.global_batch_size}: {row.message}" for row in rows if not row.fits and row.message
+        f"{named_of(row)}, batch {row.global_batch_size}: {row.message}" for row in rows if not row.fits and row.message
     ]
-    return [*lacking, describe_model_error()]
+    return [*compared(rows), *lacking, describe_model_error()]
 
 
 def files_line(folder: Path, written: Sequence[Path]) -> str:
@@ -95,7 +105,7 @@ def _gain(row: CapacityRow) -> str:
 
 def _cells(row: CapacityRow) -> tuple[str, ...]:
     run, even, largest = row.best, row.baseline, row.largest
-    named = (row.devices, str(row.global_batch_size))
+    named = (row.devices, row.strategy, str(row.global_batch_size))
     limit = NOTHING if largest is None else f"{'' if largest.is_measured else '>= '}{largest.num_samples:,}"
     if run is None or not row.fits:
         split = "does not fit" if run is None else f"{shape_of(run.split)} does not fit"

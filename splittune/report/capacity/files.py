@@ -49,8 +49,12 @@ def save_capacity(rows: Sequence[CapacityRow], folder: str | os.PathLike[str]) -
 
 
 def config_name(row: CapacityRow) -> str | None:
-    """``"split-4xRTX3090-512.json"``: where a row's config lies in the folder; None for a row without one."""
+    """``"split-4xRTX3090-512.json"``: where a row's config lies in the folder; None for a row without one.
+
+    Of ranks it is ``"split-4xRTX3090-ddp-512.json"``.
+    """
     if row.config is None:
         return None
     machine = re.sub(r"[^\w.-]+", "_", row.devices)
-    return f"split-{machine}-{row.global_batch_size}.json"
+    ranks = "" if row.strategy == "dp" else f"-{row.strategy}"
+    return f"split-{machine}{ranks}-{row.global_batch_size}.json"

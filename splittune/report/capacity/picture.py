@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from splittune.errors import ConfigError
+from splittune.report.capacity.row import named_of
 from splittune.report.words import shape_of
 from splittune.units import GIB
 
@@ -40,7 +41,7 @@ NEAR_FULL = 0.75
 def draw(rows: Sequence[CapacityRow]) -> Figure:
     """Above, samples per second of the best and of the even split; below, what the fullest card holds of its memory.
 
-    A column for each machine. What does not fit is crossed out in both.
+    A column for each machine and strategy. What does not fit is crossed out in both.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing; the message has the command that installs it.
@@ -52,7 +53,7 @@ def draw(rows: Sequence[CapacityRow]) -> Figure:
         from matplotlib.figure import Figure as NewFigure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{INSTALL} ({error}).") from error
-    machines = [(name, list(of_machine)) for name, of_machine in groupby(rows, key=lambda row: row.devices)]
+    machines = [(name, list(of_machine)) for name, of_machine in groupby(rows, key=named_of)]
     most = max(len(of_machine) for _, of_machine in machines)
     width = max(3.4, 1.0 + 0.62 * most)
     figure = NewFigure(figsize=(min(width * len(machines) + 2.9, 24), 6.4), layout="constrained")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from splittune.report.capacity.row import named_of
 from splittune.report.progress import describe_trial
 from splittune.report.words import rate_of, shape_of
 
@@ -59,7 +60,7 @@ def plan_callback_for(progress: bool, console: Console | None = None) -> PlanCal
 
 def describe_row(row: CapacityRow) -> str:
     """``"4xRTX3090, batch 512: 1,234 samples/s (modelled) as 2 x (40+72+72+72)"``, or that nothing fits."""
-    name = f"{row.devices}, batch {row.global_batch_size}"
+    name = f"{named_of(row)}, batch {row.global_batch_size}"
     if row.best is None or not row.fits:
         return f"{name}: no split fits (modelled)"
     return f"{name}: {rate_of(row.best)} samples/s (modelled) as {shape_of(row.best.split)}"

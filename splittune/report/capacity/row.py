@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.report.diagnosis import diagnose
 from splittune.report.explain import facts_of
 from splittune.report.memory_parts import MemoryParts, memory_parts
+from splittune.report.ranks import parts_of_ranks, why_ranks
 from splittune.report.words import count_of, gpus
 from splittune.search.judged_trials import oom_devices_of
 from splittune.search.result import Trial, speedup_over
@@ -18,6 +19,7 @@ from splittune.units import format_bytes
 
 if TYPE_CHECKING:
     from splittune.config import SplitConfig
+    from splittune.config.data import Strategy
     from splittune.hardware.base import Device
     from splittune.split import BatchSplit
 
@@ -57,6 +59,8 @@ class CapacityRow:
     """The machine as it was named, ``"4xRTX3090"``."""
     cards: tuple[Device, ...]
     global_batch_size: int
+    strategy: Strategy = "dp"
+    """One process for all cards, or with "ddp" a rank for each."""
     best: Measurement | None
     """None where no split was found to fit; of a given split its own, also where that one does not fit."""
     baseline: Measurement | None = None
@@ -86,7 +90,9 @@ class CapacityRow:
     @property
     def parts(self) -> tuple[MemoryParts, ...]:
         """What each card's peak is made of at the best split; empty for what did not run."""
-        return memory_parts(self.trials, self.best) if self.best is not None and self.ran else ()
+        if self.best is None or not self.ran:
+            return ()
+        return (parts_of_ranks if self.strategy == "ddp" else memory_parts)(self.trials, self.best)
 
     @property
     def needs_splitting(self) -> bool:
@@ -115,6 +121,8 @@ class CapacityRow:
         """Which card limits and why, in a sentence or two; what is lacking where nothing fits."""
         if self.best is None or not self.fits:
             return self.message
+        if self.strategy == "ddp":
+            return why_ranks(self.best, self.parts, self.limiting_device, self.cards)
         if self.is_given:
             return self._room_left(self.best)
         if not self.needs_splitting:
@@ -130,6 +138,21 @@ class CapacityRow:
             f"The fullest card is {gpus([device])}, with {format_bytes(memory.headroom_bytes)} of "
             f"{format_bytes(memory.total_bytes)} left at {count_of(best.split.shard_sizes[device], 'sample')}."
         )
+
+
+class Named(Protocol):
+    """A machine as it is used; a `CapacityRow` is one."""
+
+    @property
+    def devices(self) -> str: ...
+
+    @property
+    def strategy(self) -> Strategy: ...
+
+
+def named_of(row: Named) -> str:
+    """``"4xRTX3090"``, or ``'4xRTX3090 as "ddp"'``."""
+    return row.devices if row.strategy == "dp" else f'{row.devices} as "{row.strategy}"'
 
 
 def best_row(rows: Sequence[CapacityRow]) -> CapacityRow | None:

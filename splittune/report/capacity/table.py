@@ -22,6 +22,7 @@ SEPARATOR = ";"
 
 _TYPES = {
     "devices": "string",
+    "strategy": "string",
     "global_batch_size": "Int64",
     "fits": "boolean",
     "is_modelled": "boolean",
@@ -73,13 +74,14 @@ def capacity_table(rows: Iterable[CapacityRow], *, config_names: Sequence[str | 
     | column | unit | meaning |
     |---|---|---|
     | `devices` | | the machine, as it was named: `4xRTX3090` |
+    | `strategy` | | `dp`: one process for all cards; `ddp`: a process, a rank, for each |
     | `global_batch_size` | samples | behind one optimizer step, all cards and micro-batches |
     | `fits` | | whether a split was found that fits and keeps the headroom demanded |
     | `is_modelled` | | `True`: no card was there; times are modelled, memory is accounted |
     | `accumulation_steps` | | micro-batches in one optimizer step, of the best split |
     | `micro_batch_size` | samples | of the largest micro-batch, all cards together |
     | `gpu0_bsz` | samples | card 0's part of the largest micro-batch |
-    | `shard_sizes` | samples | every card's part of the largest micro-batch: `5+20+20+19` |
+    | `shard_sizes` | samples | every card's part of the largest micro-batch: `5+20+20+19`; of many `512x4+512x12` |
     | `throughput_samples_per_s` | samples/s | global batch over step time |
     | `step_time_s` | s | one optimizer step |
     | `micro_step_time_s` | s | forward and backward of one micro-batch; empty where whole steps alone were run |
@@ -134,6 +136,7 @@ def _row(row: CapacityRow, config_name: str | None) -> dict[str, Any]:
     device, largest = row.limiting_device, row.largest
     return {
         "devices": row.devices,
+        "strategy": row.strategy,
         "global_batch_size": row.global_batch_size,
         "fits": row.fits,
         "is_modelled": True,

@@ -1,0 +1,126 @@
+"""The step of all ranks, put together from what each card does by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from splittune.hardware.virtual import VirtualHardware
+from splittune.hardware.virtual.ring import LastMicroStep, Ring, all_reduce_end_s
+from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, Measurement, Outcome
+from splittune.runners.modelled_ranks.kinds import CardKind
+from splittune.runners.modelled_ranks.one_card import OneCardTrials
+from splittune.split import BatchSplit
+from splittune.units import format_bytes, format_time
+
+# What the message of a trial on one card calls it.
+_ONLY_CARD = re.compile(r"\b(device|GPU) 0\b")
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrials:
+    """Trials of a job under DistributedDataParallel, one rank for each of the cards.
+
+    A rank runs the micro-steps of its share without waiting for anybody (`no_sync`), all but the last one's backward,
+    beside which gradients are added up bucket by bucket (`all_reduce_end_s`); then every rank does its own update.
+    Before a step's first forward rank 0 gives the others its buffers. So a step takes
+
+        max over ranks of the micro-steps + what of the all-reduce comes after them + the slowest update
+
+    The ring is as fast as the slowest of the cards' links: catalogs say nothing of a network between machines.
+
+    Worked: ranks that take 10 and 12 ms for each of 4 micro-steps, an all-reduce of which 3 ms are left over, and
+    updates of 2 ms: 48 + 3 + 2 = 53 ms.
+    """
+
+    cards: OneCardTrials
+    kinds: tuple[CardKind, ...]
+    ring: Ring
+
+    @classmethod
+    def of(cls, cards: OneCardTrials, hardware: VirtualHardware, kinds: tuple[CardKind, ...]) -> RankTrials:
+        slowest = min(gpu.link_bandwidth_bytes_per_s for gpu in hardware.gpus)
+        return cls(cards, kinds, Ring(num_ranks=len(hardware.gpus), bandwidth_bytes_per_s=slowest))
+
+    @property
+    def needs_values(self) -> str | None:
+        """Why trials run on real tensors; None as long as they do not."""
+        return self.cards.needs_values
+
+    def card(self, kind: int, share: int, *, accumulates: bool) -> Measurement:
+        """What one card of that kind does with the share, judged; in three micro-steps where it accumulates."""
+        steps = KINDS_OF_MICRO_STEP if accumulates else 1
+        return self.cards.measure(self.kinds[kind], share, accumulation_steps=steps)
+
+    def measure(self, split: BatchSplit) -> Measurement:
+        """The step of all ranks, judged by the headroom demanded of each card."""
+        return self._measure(split, in_full=False)
+
+    def measure_whole_steps(self, split: BatchSplit) -> Measurement:
+        """The same, its largest share run in full, should what is played not have been checked yet."""
+        return self._measure(split, in_full=True)
+
+    def _measure(self, split: BatchSplit, *, in_full: bool) -> Measurement:
+        kind_of = {device: place for place, kind in enumerate(self.kinds) for device in kind.devices}
+        ranks = [(kind_of[device], share) for device, share in enumerate(split.shard_sizes)]
+        runs: dict[tuple[int, int], Measurement] = {}
+        for kind, share in sorted(set(ranks), key=lambda rank: -rank[1]):
+            is_checked = in_full and not runs
+            runs[kind, share] = self.cards.measure(
+                self.kinds[kind], share, accumulation_steps=split.accumulation_steps, in_full=is_checked
+            )
+        each = [runs[rank] for rank in ranks]
+        for device, run in enumerate(each):
+            if run.throughput is None:
+                return _failed(split, device, run)
+        memory = tuple(replace(run.memory[0], device=device) for device, run in enumerate(each))
+        lacking = next((place for place, run in enumerate(each) if run.outcome is not Outcome.OK), None)
+        timed = self._timed(split, list(runs.values()))
+        return replace(
+            timed,
+            outcome=Outcome.OK if lacking is None else Outcome.NO_HEADROOM,
+            memory=memory,
+            device_busy_s=tuple(run.device_busy_s[0] if run.device_busy_s else 0.0 for run in each),
+            message="" if lacking is None else _named(each[lacking].message, lacking),
+        )
+
+    def _timed(self, split: BatchSplit, runs: Sequence[Measurement]) -> Measurement:
+        """The times of a step of ranks that do what these runs of one card each did."""
+        steps, first_s = split.accumulation_steps, self.ring.broadcast_s(self.cards.buffer_bytes)
+        micro_steps_s = [run.micro_step_time_s or 0.0 for run in runs]
+        last = [LastMicroStep(start_s=first_s + (steps - 1) * one, duration_s=one) for one in micro_steps_s]
+        synced_s = all_reduce_end_s(self.cards.buckets, self.ring, last)
+        slowest_s, update_s = max(micro_steps_s), max(run.update_time_s or 0.0 for run in runs)
+        return Measurement(
+            split=split,
+            outcome=Outcome.OK,
+            micro_step_times_s=(slowest_s,),
+            update_times_s=(synced_s + update_s - steps * slowest_s,),
+            notes=self._account_of(synced_s - first_s - steps * slowest_s),
+        )
+
+    def _account_of(self, left_s: float) -> tuple[str, ...]:
+        if self.ring.num_ranks == 1:
+            return ()
+        num_bytes, bandwidth = sum(self.cards.buckets), self.ring.bandwidth_bytes_per_s
+        whole_s = sum(map(self.ring.all_reduce_s, self.cards.buckets))
+        links = (
+            f"The all-reduce of {format_bytes(num_bytes)} over links of {bandwidth / 1e9:.1f} GB/s, the slowest "
+            f"card's, takes {format_time(whole_s)} (modelled), of which {format_time(left_s)} come after the last "
+            "backward."
+        )
+        buckets = (
+            "Every card holds DistributedDataParallel's buckets beside its gradients, as torch does by default: "
+            f"gradient_as_bucket_view=True frees {format_bytes(num_bytes)} on each."
+        )
+        return links, buckets
+
+
+def _failed(split: BatchSplit, device: int, run: Measurement) -> Measurement:
+    return Measurement(split=split, outcome=run.outcome, message=_named(run.message, device))
+
+
+def _named(message: str, device: int) -> str:
+    """The message of a trial on one card, about this one of many."""
+    return _ONLY_CARD.sub(lambda found: f"{found[1]} {device}", message)
