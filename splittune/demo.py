@@ -24,12 +24,12 @@ from splittune.training import TrainingTask
 # Another program leaves 4 GiB of GPU 0: model, gradients and AdamW's state take two of them. A choice.
 GPT2_DEVICES = "1xRTX3090:occupied=20GiB,3xRTX3090"
 # After these nothing is found that is faster by more than 1 %, and each kind of split costs seconds. A choice.
-GPT2_MAX_TRIALS = 6
+GPT2_MAX_TRIALS = 5
 # Small cards, so that a model which trains on any CPU fills one; another program leaves 46 MiB of
 # GPU 0. A choice.
 DEMO_DEVICES = "1xT400-4GB:occupied=3776MiB,3xT400-4GB"
-# Enough for the loss to halve nearly, in ten seconds. A choice.
-DEMO_STEPS = 20
+# Enough for the loss to fall by a third and more, in some seconds. A choice.
+DEMO_STEPS = 10
 # Modules that every CPython ships, long and of ordinary prose and code.
 SOURCES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "difflib.py", "doctest.py", "inspect.py", "typing.py")
 NUM_BYTE_VALUES = 256

@@ -70,6 +70,7 @@ class ShapeMode(FakeTensorMode):
     """
 
     _known: ClassVar[dict[tuple[Any, ...], _Given | None]] = {}
+    _attributes: dict[str, Any] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -133,7 +134,18 @@ class ShapeMode(FakeTensorMode):
         made = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="meta")
         if form.views is not None:
             made.set_(args[form.views].untyped_storage(), form.offset, form.size, form.stride)
-        return FakeTensor(self, made, _CPU)
+        return self._faked(made)
+
+    def _faked(self, made: Tensor) -> FakeTensor:
+        """``FakeTensor(self, made, "cpu")``, which sets the same dozen attributes one by one each time."""
+        if self._attributes is None:
+            first = FakeTensor(self, made, _CPU)
+            self._attributes = dict(vars(first))
+            return first
+        fake = Tensor._make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=_CPU)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self._attributes)
+        return fake
 
 
 def _is_plain(tensor: FakeTensor) -> bool:

@@ -96,7 +96,7 @@ class Scripts:
         """False once a trial in full gave another result than a script did."""
         self._made: dict[ScriptKind, Script | None] = {}
         self._lines: dict[tuple[LossPlacement, int], Lines | None] = {}
-        self._checked: set[ScriptKind] = set()
+        self._checked: dict[tuple[LossPlacement, int], int] = {}
         self._played: set[tuple[LossPlacement, BatchSplit]] = set()
 
     def script_for(
@@ -143,15 +143,16 @@ class Scripts:
         played: Callable[[BatchSplit], Measurement],
         in_full: Callable[[BatchSplit], Measurement],
     ) -> None:
-        """Hold the script of `split` against a run in full, unless that was done: `hold` is False if it was wrong.
+        """Hold the script of `split` against a run in full: `hold` is False if it was wrong.
 
-        A single one of its micro-batches shows what a step does at that size. Worked: for 8 x (1 + 3 + 4 + 4), 1 x
-        (1 + 3 + 4 + 4) is played and run.
+        A single one of its micro-batches shows what a step does at that size, so this is done for every larger one.
+        Worked: for 8 x (1 + 3 + 4 + 4), 1 x (1 + 3 + 4 + 4) is played and run; then 2 x (2 + 2 + 2 + 2) is not.
         """
         kind = ScriptKind.of(split, placement)
-        if kind in self._checked:
+        key = placement, split.num_devices
+        if split.micro_batch_size <= self._checked.get(key, 0):
             return
-        self._checked.add(kind)
+        self._checked[key] = split.micro_batch_size
         alone = replace(split, global_batch_size=split.micro_batch_size, accumulation_steps=1)
         one = split if kind.num_micro_steps == 2 else alone  # of which there is a script
         difference = _difference(played(one), in_full(one))
