@@ -10,6 +10,7 @@ from splittune.hardware.virtual.ring import bucket_sizes
 from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, Measurement
 from splittune.runners.base import DeviceSnapshot, JobFacts
 from splittune.runners.modelled_ranks.kinds import CardKind
+from splittune.runners.modelled_ranks.zero import OptimizerState
 from splittune.runners.replay import Scripts
 from splittune.runners.shapes import ShapeRunner
 from splittune.split import BatchSplit
@@ -33,6 +34,7 @@ class OneCardTrials:
         """Bytes of each bucket that the ranks add up."""
         self.buffer_bytes = sum(buffer.nbytes for buffer in task.model.buffers())
         """Bytes that rank 0 gives the others before a step: BatchNorm's running statistics."""
+        self.optimizer_state = OptimizerState(task)
         self._first = ShapeRunner(task, self._hardware_of(hardware.gpus[0], hardware.occupied_bytes[0]))
         self._runners: dict[tuple[GpuModel, int], ShapeRunner] = {}
         self._known: dict[tuple[GpuModel, int, BatchSplit], Measurement] = {}

@@ -14,6 +14,9 @@ from splittune.runners.modelled_ranks.one_card import OneCardTrials
 from splittune.split import BatchSplit
 from splittune.units import format_bytes, format_time
 
+# From this part of the fullest card's peak on, optimizer state is worth a sentence. AdamW's is two fifths of what a
+# rank holds before it has a sample. A choice.
+_MUCH_STATE = 0.2
 # What the message of a trial on one card calls it.
 _ONLY_CARD = re.compile(r"\b(device|GPU) 0\b")
 
@@ -97,8 +100,15 @@ class RankTrials:
             outcome=Outcome.OK,
             micro_step_times_s=(slowest_s,),
             update_times_s=(synced_s + update_s - steps * slowest_s,),
-            notes=self._account_of(synced_s - first_s - steps * slowest_s),
+            notes=self._account_of(synced_s - first_s - steps * slowest_s) + self._state_to_deal_out(runs),
         )
+
+    def _state_to_deal_out(self, runs: Sequence[Measurement]) -> tuple[str, ...]:
+        """What sharing the optimizer's state out would free, where that state is much of the fullest card's memory."""
+        state, peak = self.cards.optimizer_state, max(run.memory[0].peak_reserved_bytes for run in runs)
+        if self.ring.num_ranks == 1 or state.total_bytes < _MUCH_STATE * peak:
+            return ()
+        return tuple(filter(None, [state.if_dealt_out(self.ring.num_ranks)]))
 
     def _account_of(self, left_s: float) -> tuple[str, ...]:
         if self.ring.num_ranks == 1:

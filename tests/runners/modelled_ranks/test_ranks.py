@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 from splittune import BatchSplit, Measurement, Outcome, TrainingTask, plan
@@ -15,8 +18,12 @@ from splittune.hardware.virtual.ring import BACKWARD_PART, Ring
 from splittune.runners.modelled_ranks.kinds import kinds_of
 from splittune.runners.modelled_ranks.one_card import OneCardTrials
 from splittune.runners.modelled_ranks.step import RankTrials
+from splittune.runners.modelled_ranks.zero import OptimizerState
 from splittune.units import MIB
 from tests.runners.modelled_ranks.jobs import PARAMETER_BYTES, products, square
+
+# Adam counts its steps in 4 bytes for each parameter.
+COUNTERS_BYTES = 16
 
 
 @contextmanager
@@ -154,3 +161,25 @@ def test_a_thousand_cards_run_what_one_of_each_kind_runs(monkeypatch: pytest.Mon
     assert sorted(shares) == [2, 3, 4, 5]
     assert len(found.memory) == 1024
     assert found.memory[1023].device == 1023
+
+
+def test_what_dealing_out_the_optimizers_state_would_free_is_said_where_it_is_much() -> None:
+    """Of four matrices under AdamW two ranks keep the state of two each; with many samples nothing is said of it."""
+    state = 4 * 2 * 2048 * 2048 * 4
+    with ranks_on(products(), "2xT4") as ranks:
+        small, large = ranks.measure(split_of(8, 8)), ranks.measure(split_of(60_000, 60_000))
+    assert ranks.cards.optimizer_state.total_bytes == pytest.approx(state, abs=COUNTERS_BYTES)
+    assert small.notes[-1].startswith("ZeroRedundancyOptimizer would keep 64.0 MiB of the 128.0 MiB of optimizer state")
+    assert not any("ZeroRedundancyOptimizer" in note for note in large.notes)
+
+
+def test_of_state_without_values_is_what_a_real_step_leaves() -> None:
+    """SGD has none, with momentum one copy, AdamW two; the user's own instance stays as it is."""
+    for make, copies in ((torch.optim.SGD, 0), (partial(torch.optim.SGD, momentum=0.9), 1), (torch.optim.AdamW, 2)):
+        task = square(optimizer=lambda parameters, make=make: make(parameters, lr=0.1))
+        assert OptimizerState(task).total_bytes == pytest.approx(copies * PARAMETER_BYTES, abs=COUNTERS_BYTES)
+    own = torch.optim.AdamW((task := square()).model.parameters())
+    found = OptimizerState(replace(task, optimizer=own)).total_bytes
+    assert found == pytest.approx(2 * PARAMETER_BYTES, abs=COUNTERS_BYTES)
+    assert not own.state
+    assert all(parameter.grad is None for parameter in task.model.parameters())
