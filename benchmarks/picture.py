@@ -2,7 +2,7 @@
 
     python -m benchmarks.picture [--out benchmarks/results/split.png]
 
-The small GPT of ``splittune demo`` is tuned on four virtual cards of which other programs leave little, on GPU 0 least.
+GPT-2, as ``splittune demo`` plans it, on four virtual cards, on the first of which another program leaves little.
 Memory is accounted and time is modelled; the bars are the peaks of the baseline and of the best, in the parts that the
 trials tell.
 """
@@ -14,12 +14,18 @@ from pathlib import Path
 
 import torch
 
-from splittune import Measurement, TuneResult, autotune
-from splittune.demo import byte_gpt
+from splittune import Measurement, TuneResult
+from splittune.demo import GPT2_DEVICES, gpt2
+from splittune.hardware import resolve_hardware
+from splittune.hardware.virtual import VirtualHardware
+from splittune.options import SearchOptions
 from splittune.report import memory_parts
-from splittune.units import MIB
+from splittune.report.progress import SilentCallback
+from splittune.runners.replay import Scripts
+from splittune.runners.shapes import ShapeRunner
+from splittune.tuner import tune
+from splittune.units import GIB
 
-DEVICES = "1xT400-4GB:occupied=3776MiB,3xT400-4GB:occupied=3700MiB"
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 PARTS = (
     ("parameters, gradients, optimizer state", "#0072B2"),
@@ -29,15 +35,15 @@ PARTS = (
 )
 
 
-def parts_mib(result: TuneResult, measurement: Measurement) -> list[list[float]]:
-    """For each card its parts in MiB, in the order of `PARTS`; they sum to its peak of reserved memory."""
+def parts_gib(result: TuneResult, measurement: Measurement) -> list[list[float]]:
+    """For each card its parts in GiB, in the order of `PARTS`; they sum to its peak of reserved memory."""
     rows = []
     for memory, parts in zip(measurement.memory, memory_parts(result.trials, measurement), strict=True):
         if parts.fixed_bytes is None or parts.per_share_bytes is None or parts.whole_batch_bytes is None:
             raise SystemExit("the search had too few trials to tell the parts of a peak: nothing to draw.")
         reserve = memory.peak_reserved_bytes - parts.peak_bytes
         sizes = (parts.fixed_bytes, parts.per_share_bytes, parts.whole_batch_bytes, reserve)
-        rows.append([size / MIB for size in sizes])
+        rows.append([size / GIB for size in sizes])
     return rows
 
 
@@ -49,8 +55,8 @@ def draw(result: TuneResult, path: Path) -> None:
     figure, panels = plt.subplots(2, 1, figsize=(8.4, 4.6), sharex=True)
     for axes, name, measurement in zip(panels, ("Even", "Tuned"), (result.baseline, result.best), strict=True):
         split = measurement.split
-        rooms = [(memory.total_bytes - memory.outside_bytes) / MIB for memory in measurement.memory]
-        for card, row in enumerate(parts_mib(result, measurement)):
+        rooms = [(memory.total_bytes - memory.outside_bytes) / GIB for memory in measurement.memory]
+        for card, row in enumerate(parts_gib(result, measurement)):
             left = 0.0
             for (label, colour), size in zip(PARTS, row, strict=True):
                 axes.barh(card, size, left=left, color=colour, label=label if card == 0 else None)
@@ -63,7 +69,7 @@ def draw(result: TuneResult, path: Path) -> None:
         steps = f"{split.accumulation_steps} accumulation step{'s' * (split.accumulation_steps > 1)}"
         axes.set_title(f"{name}: batch of {split.global_batch_size} in {steps}{faster}", fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[1].set_xlabel("MiB at the peak; the outline is what other programs leave")
+    panels[1].set_xlabel("GiB at the peak; the outline is what other programs leave")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=2, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.1, 1, 1))
@@ -77,8 +83,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/split.png"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    task = byte_gpt()
-    result = autotune(task.model, task.loader, devices=DEVICES)
+    cards = resolve_hardware(GPT2_DEVICES)
+    assert isinstance(cards, VirtualHardware)
+    result = tune(ShapeRunner(gpt2(), cards, Scripts()), SearchOptions(), SilentCallback())
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     draw(result, arguments.out)
     print(f"{arguments.out}: {result.config.summary()}, {result.speedup:.2f} x the even split")

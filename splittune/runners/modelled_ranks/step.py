@@ -104,9 +104,10 @@ class RankTrials:
         )
 
     def _state_to_deal_out(self, runs: Sequence[Measurement]) -> tuple[str, ...]:
-        """What sharing the optimizer's state out would free, where that state is much of the fullest card's memory."""
-        state, peak = self.cards.optimizer_state, max(run.memory[0].peak_reserved_bytes for run in runs)
-        if self.ring.num_ranks == 1 or state.total_bytes < _MUCH_STATE * peak:
+        """What sharing the optimizer's state out would free, where that is much of what the fullest card holds."""
+        state = self.cards.optimizer_state
+        fullest = min((run.memory[0] for run in runs), key=lambda memory: memory.headroom_bytes)
+        if self.ring.num_ranks == 1 or state.total_bytes < _MUCH_STATE * fullest.peak_reserved_bytes:
             return ()
         return tuple(filter(None, [state.if_dealt_out(self.ring.num_ranks)]))
 

@@ -171,6 +171,9 @@ def test_what_dealing_out_the_optimizers_state_would_free_is_said_where_it_is_mu
     assert ranks.cards.optimizer_state.total_bytes == pytest.approx(state, abs=COUNTERS_BYTES)
     assert small.notes[-1].startswith("ZeroRedundancyOptimizer would keep 64.0 MiB of the 128.0 MiB of optimizer state")
     assert not any("ZeroRedundancyOptimizer" in note for note in large.notes)
+    with ranks_on(products(), "1xT4:occupied=14GiB,1xT4") as ranks:
+        uneven = ranks.measure(split_of(8, 60_000))
+    assert "ZeroRedundancyOptimizer" in uneven.notes[-1]  # the first card has least left
 
 
 def test_of_state_without_values_is_what_a_real_step_leaves() -> None:
