@@ -24,7 +24,7 @@ demo: $(VENV)/.stamp-run  ## tune a small GPT on virtual GPUs: no GPU needed
 	@$(BIN)/splittune demo $(ARGS)
 
 test: $(VENV)/.stamp-dev  ## the test suite, which needs no GPU
-	$(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quick: $(VENV)/.stamp-dev  ## the tests that take no time, for a first look: under a minute
 	$(PYTEST) -n $(WORKERS) -m 'not slow and not gpu and not standin' $(ARGS)

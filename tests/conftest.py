@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splittune.hardware.virtual.ledger import Ledger
 from tests.faults.table import KEPT, PROPERTY, Gathered, as_csv, as_lines, differences, read, updated
-from tests.slow import SLOW
+from tests.slow import LONGEST, SLOW
 from tests.standin import devices as standins
 
 torch.set_num_threads(1)  # so that workers do not fight over the cores
@@ -69,6 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+    items.sort(
+        key=lambda item: next((n for n, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST))
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Which tests take long, for `make quick` leaves them out: they start processes, run searches or draw many examples."""
+"""Which tests take long: `make quick` leaves them out, for they start processes, run searches or draw many examples."""
 
 from __future__ import annotations
 
@@ -61,4 +61,15 @@ SLOW = (
     "tests/training/test_step.py::test_a_whole_step_has_the_gradient_of_the_whole_batch",
     "tests/training/test_workloads.py",
     "tests/verify/",
+)
+
+# Files that take a minute or more, often in a single test: they begin first, so that no worker is left alone with one
+# at the end.
+LONGEST = (
+    "tests/standin/test_run.py",
+    "tests/notebooks/",
+    "tests/ranks/",
+    "tests/runners/",
+    "tests/cli/",
+    "tests/search/storage/",
 )

@@ -175,12 +175,9 @@ def test_a_script_that_does_not_hold_is_noticed_by_the_trial_in_full(caplog: pyt
     assert "each split is run in full" in caplog.text
 
 
-def test_a_script_is_held_against_a_trial_in_full_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later splits of the kind are taken from it without another look."""
-    scripts = Scripts()
-    profiler = profiler_of(JOBS["AdamW assumed"](), scripts)
-    profiler.measure(split_of(1, 4, 4, 4))
-    profiler.measure_whole_steps(split_of(1, 4, 4, 4))
+def test_a_script_is_held_against_a_trial_in_full_at_every_larger_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a single micro-batch; splits whose micro-batches are no larger are taken from it without another look."""
+    profiler = profiler_of(JOBS["AdamW assumed"](), Scripts())
     runs: list[BatchSplit] = []
     on_shapes = ShapeRunner._on_shapes
 
@@ -189,11 +186,12 @@ def test_a_script_is_held_against_a_trial_in_full_once(monkeypatch: pytest.Monke
         return on_shapes(self, split, *others)  # type: ignore[arg-type]  # they are handed on as they came
 
     monkeypatch.setattr(ShapeRunner, "_on_shapes", noted)
-    assert profiler.measure(split_of(1, 5, 4, 4)) == profiler.measure_whole_steps(split_of(1, 5, 4, 4))
-    assert runs == []
-    profiler.measure(split_of(2, 4, 4, 4))  # another kind, not yet looked at
-    profiler.measure_whole_steps(split_of(2, 4, 4, 4))
-    assert runs == [split_of(2, 4, 4, 4)]
+    for split in (split_of(5, 4, 4, 4), split_of(1, 2, 4, 6), split_of(3, 0, 4, 4), split_of(3, 9, 4, 4)):
+        assert profiler.measure(split) == profiler.measure_whole_steps(split)
+    assert runs == [split_of(1, 4, 4, 4), split_of(1, 9, 4, 4)]
+    profiler.measure(split_of(2, 9, 9, 9))
+    profiler.measure_whole_steps(split_of(2, 9, 9, 9))
+    assert runs[2:] == [split_of(2, 9, 9, 9)]  # of two steps there may be no script of one
 
 
 def test_scripts_are_for_any_cards() -> None:
