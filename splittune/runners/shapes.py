@@ -36,8 +36,8 @@ class ShapeRunner:
     No arithmetic is done: a step of GPT-2 (124 million parameters) takes two or three seconds on two cores, at any
     batch size, and no memory for activations. Allocations, peaks and modelled times are those of a run on real tensors.
 
-    With `scripts` a few trials are taped, and all others played from them, which takes half a second (`Scripts`). A
-    micro-batch of what is measured at the end of a search is run in full, and says whether the script holds.
+    With `scripts` a few trials are taped, and all others played from them, which takes a tenth of a second (`Scripts`).
+    A micro-batch of what is measured at the end of a search is run in full, and says whether the script holds.
 
     The job's model and optimizer are only read, and what else its functions change, random generators and lists say,
     is put back by `close` as `InProcessRunner` puts it back. Where a step needs values, a loss that is read in it say,
