@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from splittune.cards import is_card
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 
 _ON_LOADERS = (
     "Give every rank the same loader, of the whole data set in global batches: config.shard picks each rank's samples."
+)
+_ALONE = (
+    "the model has BatchNorm, which will normalise by each rank's own samples: another training than one device's, and "
+    "a rank that is left a single sample of a short last batch may raise. Use config.wrap(model, sync_batch_norm=True)."
 )
 
 
@@ -90,6 +96,8 @@ def wrap_rank(
         warn_of_other_devices(config, present.devices, is_modelled=present.is_modelled, first=rank, stacklevel=4)
     if sync_batch_norm:
         synchronised_batch_norm(model, group)
+    elif any(isinstance(module, _BatchNorm) and module.training for module in modules_of(model)):
+        warnings.warn(_ALONE, UserWarning, stacklevel=3)
     return DistributedSplit(model, device=device, loss_fn=loss_fn, weight_fn=weight_fn, **ddp_options)
 
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 from splittune.config.micro_batches import MicroBatch
 from splittune.errors import ConfigError
 from splittune.parallel.accumulate import accumulate
 from splittune.parallel.base import SplitModule
 from splittune.parallel.samples import read_samples, slice_batch
+from splittune.ranks.agreement import Fact, agree
 from splittune.ranks.batch_norm import standing_in
 from splittune.ranks.module import DistributedSplit
 from splittune.ranks.share import RankShare
@@ -33,7 +36,9 @@ def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) ->
             f"the batch is a rank's share and the model a {type(model).__name__}: expected the one that "
             "config.wrap(model) gives in the process group."
         )
-    parts = _parts_of(share, listed=None if model is None else model.lists_samples)
+    if model is not None and share.begins is not None and torch.is_grad_enabled():
+        _check_same_place(share.begins, model)
+    parts = _parts_of(share, listed=share.are_listed)
     if model is None:
         factor = split.num_devices / share.num_samples
         sized = zip(parts, share.sizes, strict=True)
@@ -49,6 +54,16 @@ def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) ->
     factor = model.num_ranks / whole
     cut = [MicroBatch(batch=part, weight=count * factor) for part, count in zip(parts, counts, strict=True)]
     return _standing_in(share, accumulate(model, cut), model)
+
+
+def _check_same_place(begins: str, model: DistributedSplit) -> None:
+    """That all ranks begin the same epoch: one that has looked at a batch alone is an epoch ahead of the others."""
+    place = Fact(
+        name="where their loaders are",
+        value=begins,
+        advice="Every iter(loader) begins the next epoch: call it on all ranks alike, or set_epoch before it.",
+    )
+    agree("config.micro_batches", lambda: (None, [place]), group=model.process_group)
 
 
 def _standing_in(share: RankShare, micros: Iterator[MicroBatch], model: SplitModule | None) -> Iterator[MicroBatch]:

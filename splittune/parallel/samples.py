@@ -61,7 +61,7 @@ def read_samples(
     fitting = {length for length in lengths if all(_has_samples(root, length, dim) for root in roots)}
     if len(sizes) != 1:
         # One list of one tensor is no evidence: mostly, sizes that differ are a mistake
-        fitting -= set() if listed or _has_records(roots) else {1}
+        fitting -= set() if listed or expected == 1 or _has_records(roots) else {1}
         if not fitting:
             raise _no_samples(tree, dim)
         return Samples(expected if expected in fitting else max(fitting), are_listed=True, is_certain=bool(sizes))

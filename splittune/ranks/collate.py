@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from splittune.errors import ConfigError
 from splittune.parallel.samples import read_samples, select_batch
 from splittune.split import BatchSplit, rank_part
 
@@ -16,6 +17,40 @@ class PartOf(NamedTuple):
     batch: Any
 
 
+class Collated(NamedTuple):
+    """A rank's own samples, and whether they are listed where their number alone cannot tell."""
+
+    batch: Any
+    are_listed: bool | None
+
+
+class Telling:
+    """Collates, and says which way a batch is meant that can be read both ways; for a loader's ``collate_fn``.
+
+    Three listed images of (3, 8, 8) have as many samples stacked: of these, collated once more with a fourth, it is
+    read which they are. Other batches are collated once.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+        self._listed: bool | None = None
+
+    def __call__(self, samples: Sequence[Any]) -> Collated:
+        batch = self._collate(list(samples))
+        if self._listed is None and _is_ambiguous(batch, len(samples)):
+            more = self._collate([*samples, samples[0]])
+            self._listed = read_samples(more, expected=len(samples) + 1).are_listed
+        return Collated(batch, self._listed)
+
+
+def _is_ambiguous(batch: Any, num_samples: int) -> bool:
+    try:
+        one_way, other = (read_samples(batch, expected=num_samples, listed=listed) for listed in (False, True))
+    except ConfigError:  # whoever cuts it says so
+        return False
+    return one_way.size == other.size and one_way.are_listed != other.are_listed
+
+
 class PartOfSamples:
     """Collates only this rank's of the samples of a global batch; for a loader's ``collate_fn``.
 
@@ -24,7 +59,7 @@ class PartOfSamples:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], split: BatchSplit, rank: int) -> None:
-        self._collate, self._split, self._rank = collate, split, rank
+        self._collate, self._split, self._rank = Telling(collate), split, rank
 
     def __call__(self, samples: Sequence[Any]) -> PartOf:
         part = rank_part(len(samples), self._split, self._rank)

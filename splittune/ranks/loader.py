@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from splittune.checks import checked_int
 from splittune.errors import ConfigError
-from splittune.ranks.collate import PartOf, PartOfBatch, PartOfSamples
+from splittune.ranks.collate import Collated, PartOf, PartOfBatch, PartOfSamples, Telling
 from splittune.ranks.draws import AgreedDraws
 from splittune.ranks.sampler import RankBatchSampler, SameOrder
 from splittune.ranks.shardable import check_shardable, reads_whole_batches
@@ -230,7 +230,9 @@ class ShardedLoader:
         if not self._reads_all:
             assert loader.batch_sampler is not None  # else it reads all
             order = RankBatchSampler(loader.batch_sampler, split=split, rank=rank)
-            return order, DataLoader(loader.dataset, batch_sampler=order, collate_fn=loader.collate_fn, **options)
+            return order, DataLoader(
+                loader.dataset, batch_sampler=order, collate_fn=Telling(loader.collate_fn), **options
+            )
         if loader.batch_size is not None:
             take = PartOfSamples(loader.collate_fn, split, rank)
             options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -268,13 +270,21 @@ class ShardedLoader:
         return (PartOf(sizes.popleft(), batch) for batch in batches)
 
     def _shares(self, parts: Iterator[PartOf], iteration: int, *, num_to_read: int) -> Iterator[RankShare]:
+        begins: str | None = f"epoch {self._epoch}, batch {self._step}"
         for num_samples, batch in islice(parts, num_to_read, None):
             part = rank_part(num_samples, self._split, self._rank)
             if iteration == self._iteration:
                 self._step += 1
+            collated = batch if isinstance(batch, Collated) else Collated(batch, None)
             yield RankShare(
-                batch=batch, sizes=part.sizes, micro_batch_sizes=part.micro_batch_sizes, num_samples=num_samples
+                batch=collated.batch,
+                are_listed=collated.are_listed,
+                sizes=part.sizes,
+                micro_batch_sizes=part.micro_batch_sizes,
+                num_samples=num_samples,
+                begins=begins,
             )
+            begins = None
         if iteration == self._iteration:
             self._epoch, self._step, self._is_begun = self._epoch + 1, 0, False
 

@@ -83,13 +83,20 @@ class DistributedSplit(DistributedDataParallel, SplitModule):  # type: ignore[mi
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self._has_reduced = True
         if self._loss is None:
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            return self._run(*inputs, **kwargs)
         args, kwargs = self._loss.arranged(inputs, kwargs)
-        output = super().forward(*args[:-1], **kwargs)  # type: ignore[no-untyped-call]
+        output = self._run(*args[:-1], **kwargs)
         targets = self.to_output(args[-1])
         if torch.is_grad_enabled() and self._loss.weight_fn is not None and not self._loss.weight_of(targets, 1):
             return _zero_of(output)  # a mean over no tokens is NaN, and a weight of 0 does not help
         return self._loss.loss_fn(output, targets)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training or torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        # DistributedDataParallel would give out rank 0's buffers: a rank that evaluates alone would wait for ever
+        args, kwargs = self.to_output((args, kwargs))
+        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -33,6 +33,11 @@ class RankShare:
     """The samples of each micro-batch, of all ranks together."""
     num_samples: int
     """The samples of the global batch."""
+    begins: str | None = None
+    """Where an iteration begins with it, which epoch and batch that is: the same on every rank."""
+
+    are_listed: bool | None = None
+    """Whether lists in `batch` have an entry for each sample, where its sizes cannot tell."""
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.micro_batch_sizes):

@@ -81,3 +81,24 @@ def sum_of_ranks(group: dist.ProcessGroup | None) -> float:
     total = torch.tensor(float(dist.get_rank(group)))
     dist.all_reduce(total, group=group)
     return total.item()
+
+
+def look_ahead(_: dist.ProcessGroup | None, is_looking: bool) -> str:
+    """A step, before which this rank has looked at a batch or not."""
+    config = config_of(4)
+    data = TensorDataset(torch.randn(96, 3), torch.randn(96, 4))
+    loader, model = config.shard(DataLoader(data, batch_size=48)), config.wrap(nn.Linear(3, 4), timeout_s=30.0)
+    if is_looking:
+        next(iter(loader))
+    for micro in config.micro_batches(next(iter(loader)), model):
+        inputs, targets = micro.batch
+        (nn.functional.mse_loss(model(inputs), targets) * micro.weight).backward()
+    return "trained"
+
+
+def evaluate_alone(_: dist.ProcessGroup | None, is_alone: bool) -> float:
+    """The mean output of a model that has buffers, in evaluation; the other ranks do not come."""
+    model = config_of(4).wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), sync_batch_norm=True, timeout_s=30.0)
+    model.eval()
+    with torch.no_grad():
+        return float(model(torch.ones(5, 3)).isfinite().float().mean()) if is_alone else 1.0

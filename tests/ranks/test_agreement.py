@@ -8,7 +8,14 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from splittune.ranks.agreement import differences, named
-from tests.ranks.disagreements import shard, sum_of_ranks, wrap_in_new_group, wrap_or_shard
+from tests.ranks.disagreements import (
+    evaluate_alone,
+    look_ahead,
+    shard,
+    sum_of_ranks,
+    wrap_in_new_group,
+    wrap_or_shard,
+)
 from tests.ranks.pool import Pool, RankError
 
 
@@ -131,3 +138,17 @@ def test_of_long_facts_the_first_unlike_line_is_quoted() -> None:
 def test_torch_gives_out_a_groups_store() -> None:
     """The one private function that is used is there; without it ranks could not compare what they have."""
     assert callable(distributed_c10d._get_process_group_store)
+
+
+def test_a_rank_that_looked_ahead_is_named_before_the_first_step(pool: Pool) -> None:
+    """It is an epoch further than the others, whose samples it would repeat; where all look ahead nothing is wrong."""
+    found = pool.run_each(look_ahead, [(True,), (False,), (False,), (False,)])
+    check_refused(found, "'epoch 1, batch 0' on rank 0", "'epoch 0, batch 0' on ranks 1 to 3", "set_epoch")
+    assert pool.run_each(look_ahead, [(True,)] * 4) == ["trained"] * 4
+    check_alive(pool)
+
+
+def test_a_rank_evaluates_alone(pool: Pool) -> None:
+    """With buffers, too, which DistributedDataParallel would give out in a collective."""
+    assert pool.run_each(evaluate_alone, [(True,), (False,), (False,), (False,)]) == [1.0] * 4
+    check_alive(pool)

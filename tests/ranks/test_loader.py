@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, default_collate
 
+from splittune.config.shares import cut_share
 from splittune.ranks import ShardedLoader
 from splittune.split import BatchSplit
 from tests.ranks.loaders import (
@@ -140,7 +141,8 @@ def test_the_loader_of_a_rank_has_the_users_options() -> None:
         in_order=False,
     )
     inner = ShardedLoader(loader, SPLIT, rank=0, num_ranks=2)._inner
-    for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"):
+    assert inner.collate_fn([1, 2]).batch == [1, 2]  # the user's, by way of `Telling`
+    for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"):
         assert getattr(inner, name) == getattr(loader, name)
     assert inner.persistent_workers
     assert inner.multiprocessing_context is multiprocessing.get_context("spawn")
@@ -216,3 +218,31 @@ def test_a_generator_that_only_seeds_workers_may_differ() -> None:
         for seed in (1, 2)
     )
     assert first.facts() == second.facts()
+
+
+class Images(Dataset[tuple[torch.Tensor, int]]):
+    """Three channels, and a height of their own."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 8, 8 + index % 3), float(index)), index
+
+
+def listed(samples: list[tuple[torch.Tensor, int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """As detection has it: a list of images, and a tensor of labels."""
+    return [image for image, _ in samples], torch.tensor([label for _, label in samples])
+
+
+@pytest.mark.parametrize("shards", [(1, 2, 2), (1, 3, 4), (2, 0, 3), (3, 3, 3)])
+def test_listed_images_are_a_ranks_own_whatever_their_number(shards: tuple[int, ...]) -> None:
+    """A single image, or as many as they have channels, is no batch of channels."""
+    split = BatchSplit(global_batch_size=3 * sum(shards), accumulation_steps=3, shard_sizes=shards)
+    for rank in range(3):
+        loader = DataLoader(Images(), batch_size=split.global_batch_size, collate_fn=listed)
+        for share in ShardedLoader(loader, split, rank=rank, num_ranks=3):
+            for micro, size in zip(cut_share(share, split, None), share.sizes, strict=True):
+                images, labels = micro.batch
+                assert len(images) == len(labels) == max(size, 1)
+                assert [int(image[0, 0, 0]) for image in images] == labels.tolist()
