@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.distributed.constants import default_pg_timeout
 
 from splittune.config.micro_batches import MicroBatch
 from splittune.errors import ConfigError
@@ -57,13 +58,21 @@ def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) ->
 
 
 def _check_same_place(begins: str, model: DistributedSplit) -> None:
-    """That all ranks begin the same epoch: one that has looked at a batch alone is an epoch ahead of the others."""
+    """That all ranks begin the same epoch: one that has looked at a batch alone is an epoch ahead of the others.
+
+    They wait as long for one another as torch's collectives do by default: rank 0 may have evaluated in between.
+    """
     place = Fact(
         name="where their loaders are",
         value=begins,
         advice="Every iter(loader) begins the next epoch: call it on all ranks alike, or set_epoch before it.",
     )
-    agree("config.micro_batches", lambda: (None, [place]), group=model.process_group)
+    agree(
+        "config.micro_batches",
+        lambda: (None, [place]),
+        group=model.process_group,
+        timeout_s=default_pg_timeout.total_seconds(),
+    )
 
 
 def _standing_in(share: RankShare, micros: Iterator[MicroBatch], model: SplitModule | None) -> Iterator[MicroBatch]:
