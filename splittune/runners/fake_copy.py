@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,7 +53,7 @@ def on_shapes(task: TrainingTask, samples: SampleBatch) -> Iterator[tuple[Traini
     mode = ShapeMode(allow_non_fake_inputs=True)
     copied = without_values(task, mode)
     batch = map_tensors(lambda tensor: shape_of(tensor, mode), samples.batch)
-    with mode:
+    with mode, _old_objects_left_alone():
         yield copied, replace(samples, batch=batch)
 
 
@@ -73,6 +74,23 @@ def shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Inside, the search for cyclic garbage looks at new objects alone.
+
+    A trial makes some hundred thousand objects, and of those that torch and the job brought, twice as many, none dies
+    in it: to look through them all again and again is a fifth of its time.
+    """
+    is_ours = not gc.get_freeze_count()  # a program that froze its own keeps them frozen
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 class Unkept(Snapshot):

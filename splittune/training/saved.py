@@ -13,6 +13,10 @@ from torch import Tensor, nn, optim
 from splittune.parallel.replicas import hook_tables_of
 
 
+# Numbers are compared by their bits, for NaN is not equal to itself; byte by byte that takes four times as long.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 class SavedAttributes:
     """Which objects an object's attributes are."""
 
@@ -232,7 +236,8 @@ def _has_same_bits(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors on the host surely hold the same; False where that cannot be told without a copy."""
     if tensor.layout != torch.strided or not (tensor.is_contiguous() and other.is_contiguous()) or not tensor.numel():
         return False
-    return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    bits = _BITS.get(tensor.element_size(), torch.uint8)
+    return torch.equal(tensor.reshape(-1).view(bits), other.reshape(-1).view(bits))
 
 
 def _copy_into(target: Tensor, values: Tensor) -> None:

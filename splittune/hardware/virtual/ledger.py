@@ -108,11 +108,13 @@ class Ledger(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:  # asked twice an operation: first of all
+            return args[0].fake_device
         if types and any(kind is not FakeTensor and kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             return NotImplemented  # torch asks the subclass next; what that does to the tensors it wraps is seen here
         kwargs = kwargs or {}
-        if self._is_unseen or func is _DEVICE_OF:  # fake tensors are asked for it thousands of times a step
-            return args[0].fake_device if func is _DEVICE_OF else func(*args, **kwargs)
+        if self._is_unseen:
+            return func(*args, **kwargs)
         operation = _operation(func)
         if operation.is_composite:  # seen only where autograd is off altogether, in inference mode
             with self:
