@@ -104,7 +104,8 @@ def autotune(
         optimizer: an instance, or a callable from parameters to one; None assumes AdamW.
         step_fn: ``step_fn(model, batch) -> loss``, in place of all that.
         devices: None for all visible CUDA devices; ``["cuda:1", "cuda:0"]`` for these, the first being 'GPU 0'; a
-            string such as ``"4xV100-16GB"`` for virtual GPUs.
+            string such as ``"4xV100-16GB"`` for virtual GPUs, over which the job really trains, on the CPU: a
+            rehearsal. A model that is too large for that is for `plan`, which needs its shapes alone.
         global_batch_size: samples behind one optimizer step, kept exactly; None for the loader's batch size.
         autocast_dtype: torch.bfloat16, say, for autocast around forward and loss.
         grad_scaler: scales losses and takes the optimizer's steps, as in training with float16.
