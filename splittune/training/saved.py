@@ -12,7 +12,6 @@ from torch import Tensor, nn, optim
 
 from splittune.parallel.replicas import hook_tables_of
 
-
 # Numbers are compared by their bits, for NaN is not equal to itself; byte by byte that takes four times as long.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -112,9 +112,12 @@ class Ledger(TorchDispatchMode):
             return args[0].fake_device
         if types and any(kind is not FakeTensor and kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             return NotImplemented  # torch asks the subclass next; what that does to the tensors it wraps is seen here
-        kwargs = kwargs or {}
         if self._is_unseen:
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """One operation, accounted for."""
         operation = _operation(func)
         if operation.is_composite:  # seen only where autograd is off altogether, in inference mode
             with self:
