@@ -1,4 +1,4 @@
-"""The 3,000 random cases of the benchmark: the batches of one device, on any number of ranks, resumed ones included."""
+"""A third of the benchmark's 3,000 random cases: one device's batches on any number of ranks, resumed ones included."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from splittune.ranks import draws, loader, sampler
 from splittune.split import RankPart
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_every_sample_once_in_the_batches_of_one_device(seed: int) -> None:
-    """In 3 x 1,000 cases no share differs from what the rule, written again, makes of torch's own batches."""
-    judged = judge(1000, seed)
+def test_every_sample_once_in_the_batches_of_one_device() -> None:
+    """In 1,000 cases no share differs from what the rule, written again, makes of torch's own batches."""
+    judged = judge(1000)
     assert judged.failures == []
     assert judged.num_cases == 1000
     assert judged.num_resumed > 300
