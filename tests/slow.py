@@ -11,6 +11,7 @@ SLOW = (
     "tests/config/test_split_config.py::test_a_file_with_damaged_bytes_is_loaded_as_it_is_or_refused",
     "tests/config/test_split_config.py::test_a_mutated_file_is_loaded_as_it_is_or_refused",
     "tests/config/test_split_config.py::test_what_is_saved_is_loaded_equal",
+    "tests/exports/",
     "tests/faults/test_faults.py",
     "tests/hardware/cuda/test_nvml.py",
     "tests/hardware/cuda/test_nvml_standin.py",

@@ -26,7 +26,7 @@ FLOORS = (
     ("foretelling", "modelled_ddp", "options", "tuner", "verify"),
     ("report",),
     ("runners",),
-    ("config",),
+    ("config", "exports"),
     ("search",),
     ("profiling",),
     ("training",),

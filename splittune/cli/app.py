@@ -10,6 +10,7 @@ import typer
 from splittune.cli.console import EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_NO_FEASIBLE_SPLIT, fail
 from splittune.cli.demo import demo
 from splittune.cli.devices import devices
+from splittune.cli.export import export
 from splittune.cli.plan import plan
 from splittune.cli.tune import tune
 from splittune.cli.verify import verify
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (tune, plan, verify, demo, devices):
+for command in (tune, plan, verify, export, demo, devices):
     app.command()(command)
 
 

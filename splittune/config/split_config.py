@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from splittune.ranks.share import RankShare
 if TYPE_CHECKING:
     from torch import nn
 
+    from splittune.exports import Export, TriedSplit
     from splittune.hardware.base import Hardware
     from splittune.parallel.base import SplitModule
     from splittune.parallel.data_parallel import Engine
@@ -181,6 +182,20 @@ class SplitConfig(ConfigData):
         if model is None:
             return cut_batch(batch, self.split)
         return accumulate(model, cut_batch(batch, self.split, model.weight_of, listed=model.lists_samples))
+
+    def export(self, to: str, *, trials: Iterable[TriedSplit] = (), config_path: str = "split.json") -> Export:
+        """What the tool `to` reads of this config: ``config.export("deepspeed").save("ds_config.json")``.
+
+        `to` is "torchrun", "lightning", "accelerate", "transformers", "deepspeed", "composer" or "torchtitan". One that
+        knows only equal shares gets the config's own split where that is even, else the fastest even one among the
+        `trials`, which `TuneResult.export` passes. `config_path` is where scripts load this config from.
+
+        Raises:
+            ConfigError: an unknown tool, or one that cannot express the config: no even split was measured.
+        """
+        from splittune.exports import export_config  # stands beside this module, and reads its data
+
+        return export_config(self, to, trials=trials, config_path=config_path)
 
     def _hardware_named(self, devices: str | Sequence[str | int | torch.device] | None) -> Hardware:
         if devices is not None:

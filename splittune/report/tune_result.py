@@ -10,6 +10,7 @@ from pathlib import Path
 
 from splittune.config.files import write_atomically
 from splittune.config.split_config import SplitConfig
+from splittune.exports import Export, TriedSplit
 from splittune.hardware.base import Device
 from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import Measurement
@@ -88,6 +89,23 @@ class TuneResult:
         risks = [risk[0].upper() + risk[1:] for risk in risks_of(diagnosis)]
         beside = () if self.foretold is None else (describe_foretold(self.foretold, self.best),)
         return " ".join((paragraph_of(diagnosis), *beside, *risks, *self.notes, *self.warnings))
+
+    def export(self, to: str, *, config_path: str = "split.json") -> Export:
+        """What the tool `to` reads of the winner, or of the fastest even split tried; see `SplitConfig.export`.
+
+        Raises:
+            ConfigError: an unknown tool, or one that cannot express the config: no even split was measured.
+        """
+        tried = [
+            TriedSplit(
+                split=trial.measurement.split,
+                kind=trial.kind,
+                outcome=trial.measurement.outcome.value,
+                throughput=trial.measurement.throughput,
+            )
+            for trial in self.trials
+        ]
+        return self.config.export(to, trials=tried, config_path=config_path)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``split.json``, ``trials.csv``, ``devices.csv`` and ``explanation.txt``.
