@@ -22,7 +22,7 @@ MAX_LINES = 400
 FLOORS = (
     ("__main__", "cli"),
     ("demo", "results"),
-    ("planning",),
+    ("integrations", "planning"),
     ("foretelling", "modelled_ddp", "options", "tuner", "verify"),
     ("report",),
     ("runners",),
@@ -64,6 +64,8 @@ IMPORTERS = {
     "pandas": ("splittune.report",),
     "matplotlib": ("splittune.report",),
     "typer": ("splittune.cli",),
+    "pytorch_lightning": ("splittune.integrations.lightning",),
+    "transformers": ("splittune.integrations.transformers",),
     "rich": ("splittune.cli", "splittune.report", "splittune.verify.console"),
 }
 WITHOUT_TORCH = (

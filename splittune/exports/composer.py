@@ -11,7 +11,7 @@ from splittune.exports.even import TriedSplit, best_even
 TOOL = Tool(
     name="composer",
     distribution="mosaicml",
-    tried_with="",
+    tried_with="0.32.1",
     file_name="composer_settings.py",
     divides_loss="Composer weighs each micro-batch by its samples itself: the loss is the plain mean.",
 )

@@ -1,0 +1,114 @@
+"""A small language model with texts of unequal lengths, trained by Transformers' Trainer under a config."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from splittune import SplitConfig
+
+LENGTH, VOCABULARY, SAMPLES, EPOCHS = 6, 20, 30, 2
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Of the second half of each text, some tokens do not count; `by_sample` gives a class for each instead."""
+
+    def __init__(self, *, by_sample: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+        self.labels = self.ids.clone()
+        self.labels[torch.rand(self.ids.shape, generator=generator) < 0.5] = -100
+        self.labels[:, 2] = self.ids[:, 2]
+        if by_sample:
+            self.labels = self.ids[:, 0] % 3
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
+
+
+def model_of(kind: str) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "tokens":
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=LENGTH,
+            pad_token_id=0,
+        )
+        model: nn.Module = LlamaForCausalLM(config)
+        return model
+    classes = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )
+    return BertForSequenceClassification(classes)  # type: ignore[no-any-return]
+
+
+def train(config: SplitConfig | None, kind: str, folder: Path, *, batch_size: int = 12) -> list[list[Tensor]]:
+    """The gradients of every step; without a config by Transformers' own Trainer in one piece."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from splittune.integrations.transformers import SplitTrainerMixin
+
+    gradients: list[list[Tensor]] = []
+
+    class Keep(TrainerCallback):  # type: ignore[misc]  it is Any to mypy
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=1 if config is None else config.split.accumulation_steps,
+        num_train_epochs=EPOCHS,
+        max_grad_norm=0.0,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+        disable_tqdm=True,
+    )
+    parts: dict[str, Any] = {
+        "model": model_of(kind),
+        "args": args,
+        "train_dataset": Texts(by_sample=kind == "samples"),
+        "callbacks": [Keep()],
+    }
+    if config is None:
+        Trainer(**parts).train()
+    else:
+        SplitTrainerMixin(**parts, split_config=config).train()
+    return gradients
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    found = {
+        (file.stem, kind): train(SplitConfig.load(file), kind, folder)
+        for file in sorted(folder.glob("*.json"))
+        for kind in ("tokens", "samples")
+    }
+    torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
