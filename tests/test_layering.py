@@ -267,7 +267,8 @@ DOC = '"""A module."""\n'
         ("splittune.cli", "__import__('matplotlib.pyplot')", "only splittune.report may"),
         ("splittune.demo", "import typer", "only splittune.cli may"),
         ("splittune.tuner", "from rich.console import Console", "only splittune.cli, splittune.report"),
-        ("splittune.training.task", "import transformers", "no dependency"),
+        ("splittune.training.task", "import transformers", "only splittune.integrations.transformers may"),
+        ("splittune.integrations.lightning", "import deepspeed", "no dependency"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str, complaint: str) -> None:

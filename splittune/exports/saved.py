@@ -71,8 +71,7 @@ def read_trials(path: Path) -> list[TriedSplit]:
 
 
 def _trial_of(row: dict[str, Any]) -> TriedSplit:
-    cells = [row[column] for column in _COLUMNS]
-    if None in row or None in cells:  # more cells than columns, or fewer
+    if None in row or None in row.values():  # more cells than columns, or fewer
         raise ValueError("it has another number of cells than the table has columns.")
     throughput = row["throughput_samples_per_s"]
     return TriedSplit(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from splittune import BatchSplit, ConfigError, TuneResult
 from splittune.exports import TOOLS, TriedSplit, best_even, export_saved, is_even
+from splittune.hardware.base import Device
 from tests.ranks.cases import config_of
 from tests.report import results
 
@@ -193,15 +195,54 @@ def test_accelerate_takes_its_export(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_torchtitan_reads_its_export(folder: Path) -> None:
-    """Its own config manager takes the options of the command, and checks what its trainer checks."""
-    manager = pytest.importorskip(
-        "torchtitan.config.manager", reason="torchtitan is not installed: pip install torchtitan"
+    """Its own config classes take the options of the command, as its command line does; its trainer's check holds."""
+    configs = pytest.importorskip(
+        "torchtitan.config.configs", reason="torchtitan is not installed: pip install torchtitan"
     )
+    tyro = pytest.importorskip("tyro")
     options = options_of(export_saved(folder, "torchtitan").text)
-    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
-    config = manager.ConfigManager().parse_args(["--module", "llama3", "--config", "llama3_debugmodel", *arguments])
-    assert config.training.global_batch_size == 64
-    assert config.training.global_batch_size % (config.training.local_batch_size * 2) == 0
+    fields = [("training", configs.TrainingConfig), ("parallelism", configs.ParallelismConfig)]
+    job = make_dataclass("Job", [(name, kind, field(default_factory=kind)) for name, kind in fields])
+    read = tyro.cli(job, args=[part for name, value in options.items() for part in (f"--{name}", value)])
+    per_pass = read.training.local_batch_size * read.parallelism.data_parallel_replicate_degree
+    assert read.training.global_batch_size == 64
+    assert divmod(64, per_pass) == (4, 0)
+
+
+@pytest.mark.filterwarnings("default")
+def test_composer_runs_its_export(folder: Path) -> None:
+    """Its Trainer cuts a device's batch of the step, 32 samples of 64 on two, into 4 micro-batches of 8."""
+    composer = pytest.importorskip("composer", reason="composer is not installed: pip install mosaicml")
+    names = module_of(export_saved(folder, "composer").text)
+    sizes = []
+
+    class Model(composer.ComposerModel):  # type: ignore[misc,name-defined]  it is Any to mypy
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def forward(self, batch: Any) -> Tensor:
+            sizes.append(len(batch[0]))
+            output: Tensor = self.layer(batch[0])
+            return output
+
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return outputs.mean()
+
+    loader = DataLoader(TensorDataset(torch.zeros(32, 1)), **names["LOADER"])
+    model = Model()
+    trainer = composer.Trainer(
+        model=model,
+        train_dataloader=loader,
+        optimizers=sgd(model.parameters()),
+        max_duration="1ep",
+        device="cpu",
+        progress_bar=False,
+        **names["TRAINER"],
+    )
+    trainer.fit()
+    assert sizes == [8] * 4
+    assert int(trainer.state.timestamp.batch) == 1
 
 
 def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
@@ -248,3 +289,103 @@ def test_the_lines_for_torchrun_train_as_one_device(pool: Any, tmp_path: Path) -
     assert "--nproc-per-node 2" in made.text
     for state in pool.run(on_a_rank, made.text):
         torch.testing.assert_close(state, on_one_device(), rtol=0, atol=1e-12)
+
+
+def edited(folder: Path, edit: Callable[[list[str]], list[str]]) -> Path:
+    """The folder with its trials' lines changed."""
+    path = folder / "trials.csv"
+    path.write_text("\n".join(edit(path.read_text().splitlines())) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda lines: [*lines[:2], lines[2][:40]], r"trials.csv, line 3: .*another number of cells"),
+        (lambda lines: [lines[0].replace("shard_sizes", "shards"), *lines[1:]], "lacks the columns shard_sizes"),
+        (lambda lines: [lines[0], lines[1].replace(",64,", ",many,")], "line 2: .*'many'"),
+        (lambda lines: [lines[0], lines[1].replace("8+24", "8+25")], "line 2: .*shard_sizes sum to 8 . 25"),
+        (lambda lines: [], "lacks the columns"),
+    ],
+)
+def test_a_half_written_table_is_refused(folder: Path, edit: Callable[[list[str]], list[str]], message: str) -> None:
+    """By file and line; nothing is guessed."""
+    with pytest.raises(ConfigError, match=message):
+        export_saved(edited(folder, edit), "deepspeed")
+
+
+def test_a_folder_without_a_config_says_what_it_holds(folder: Path) -> None:
+    """A plan's folder has configs of other names."""
+    (folder / "split.json").rename(folder / "4xRTX3090-64.json")
+    with pytest.raises(ConfigError, match=r"has no split.json.*It holds 4xRTX3090-64.json"):
+        export_saved(folder, "deepspeed")
+
+
+def test_a_config_of_a_newer_schema_is_refused(folder: Path) -> None:
+    """As wherever a config is loaded."""
+    path = folder / "split.json"
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 99'))
+    with pytest.raises(ConfigError, match="schema is 99, newer than this splittune reads"):
+        export_saved(folder, "torchrun")
+
+
+def test_a_tool_that_nobody_knows_is_refused(folder: Path) -> None:
+    """With those that there are."""
+    with pytest.raises(ConfigError, match="no tool is called 'horovod': expected one of torchrun, lightning"):
+        export_saved(folder, "horovod")
+
+
+def test_nothing_is_written_over_without_force(folder: Path) -> None:
+    """The file that is there stays as it is."""
+    made = export_saved(folder, "deepspeed")
+    path = folder / made.file_name
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match=r"ds_config.json is there already.*--force"):
+        made.save(path)
+    assert path.read_text() == "mine"
+    made.save(path, force=True)
+    assert json.loads(path.read_text())["train_batch_size"] == 64
+    with pytest.raises(ConfigError, match="is a folder"):
+        made.save(folder)
+
+
+def test_the_tuned_cards_are_named_in_their_order() -> None:
+    """Tuned on cuda:2 and cuda:0: by the launcher's own option, or by CUDA_VISIBLE_DEVICES."""
+    cards = tuple(
+        Device(index=index, name="A100", torch_device=f"cuda:{number}", total_bytes=1)
+        for index, number in enumerate((2, 0))
+    )
+    config = config_of(2, split=EVEN, devices=cards, is_modelled=False)
+    assert "--include localhost:2,0 " in config.export("deepspeed").text
+    for to in ("torchrun", "accelerate", "transformers", "torchtitan", "composer", "lightning"):
+        assert "CUDA_VISIBLE_DEVICES=2,0 " in " ".join(config.export(to).text.split())
+
+
+def test_nothing_of_a_file_is_run(tmp_path: Path) -> None:
+    """A version and a device of somebody's invention reach no script."""
+    wicked = 'x"""\nimport os; os.abort()\n"""; $(reboot)'
+    cards = tuple(Device(index=i, name="a", torch_device=f"cuda:{i};reboot", total_bytes=1) for i in range(2))
+    config = config_of(2, split=EVEN, versions={"splittune": wicked}, devices=cards, is_modelled=False)
+    for to in TOOLS:
+        text = config.export(to).text
+        assert "abort" not in text
+        assert "reboot" not in text
+
+
+def test_what_is_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command for a tool that is missing, and another release than the tried one."""
+    tool = TOOLS["deepspeed"]
+    monkeypatch.setattr("splittune.exports.base.metadata.version", lambda name: "0.1.0+cu128")
+    assert tool.about_installed() == "deepspeed 0.1.0+cu128 is installed here; the export was tried with 0.19.8."
+    monkeypatch.setattr("splittune.exports.base.metadata.version", lambda name: "0.19.8")
+    assert tool.about_installed() == ""
+    missing = replace(tool, distribution="no-such-tool")
+    monkeypatch.undo()
+    assert missing.about_installed() == "no-such-tool is not installed here: pip install no-such-tool==0.19.8"
+
+
+def test_the_result_of_a_search_is_exported_as_its_folder_is(folder: Path) -> None:
+    """The same text, without the detour."""
+    for to in TOOLS:
+        path = (folder / "split.json").as_posix()
+        assert tuned(EVEN).export(to, config_path=path).text == export_saved(folder, to).text

@@ -69,6 +69,19 @@ def test_two_ranks_train_as_one_device(
         assert worst_error(found[name, kind], truth[kind]) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["uneven", "idle"])
+def test_the_lines_for_accelerate_train_as_one_device(name: str, ranks: list[Any]) -> None:
+    """Those of the export, for the winner's own shares, with the real Accelerator."""
+    model, loader = trainer_job.weighed_parts()
+    optimizer = trainer_job.KeepingSGD(model.parameters())
+    for inputs, targets in loader:
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks:
+        assert worst_error(found[name, "accelerate"], optimizer.gradients) < TOLERANCE
+
+
 def arguments(folder: Path, **more: Any) -> dict[str, Any]:
     plain = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "gradient_accumulation_steps": 2}
     return {"model": trainer_job.model_of("tokens"), "args": transformers.TrainingArguments(**plain | more)}

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from splittune import SplitConfig
+import splittune
+from splittune import BatchSplit, SplitConfig
+from splittune.exports import TriedSplit
 
 LENGTH, VOCABULARY, SAMPLES, EPOCHS = 6, 20, 30, 2
 
@@ -104,6 +107,46 @@ def train(config: SplitConfig | None, kind: str, folder: Path, *, batch_size: in
     return gradients
 
 
+def weighed_parts() -> tuple[nn.Module, DataLoader[Any]]:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(SAMPLES, 3), torch.randn(SAMPLES, 2))
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), DataLoader(data, batch_size=12)
+
+
+class KeepingSGD(torch.optim.SGD):
+    """Keeps the gradients of every step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.gradients: list[list[Tensor]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.gradients.append([parameter.grad.clone() for parameter in self.param_groups[0]["params"]])
+        return super().step(closure)
+
+
+def train_by_accelerate(config: SplitConfig) -> list[list[Tensor]]:
+    """By the lines that the export for Accelerate holds for the winner's own shares, as they stand there."""
+    even = BatchSplit.even(global_batch_size=12, accumulation_steps=1, num_devices=2)
+    tried = TriedSplit(split=even, kind="search", outcome="ok", throughput=1.0)
+    text = config.export("accelerate", trials=[tried]).text
+    lines = [line.removeprefix("#     ") for line in text.splitlines() if line.startswith("#     ")]
+    model, loader = weighed_parts()
+    optimizer = KeepingSGD(model.parameters())
+    names = {
+        "accelerate": accelerate,
+        "accelerator": accelerate.Accelerator(cpu=True),
+        "config": config,
+        "loader": loader,
+        "loss_fn": nn.functional.mse_loss,
+        "model": model,
+        "optimizer": optimizer,
+        "splittune": splittune,
+    }
+    exec("\n".join(line for line in lines if "SplitConfig.load" not in line), names)
+    return optimizer.gradients
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     found = {
@@ -111,4 +154,6 @@ if __name__ == "__main__":
         for file in sorted(folder.glob("*.json"))
         for kind in ("tokens", "samples")
     }
+    for file in sorted(folder.glob("*.json")):
+        found[file.stem, "accelerate"] = train_by_accelerate(SplitConfig.load(file))
     torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
