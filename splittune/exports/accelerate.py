@@ -45,7 +45,7 @@ def export(config: ConfigData, trials: Iterable[TriedSplit], config_path: str) -
     head = head_of(config, TOOL, notes)
     if even.split != config.split and config.strategy == "ddp":
         head += ["The winner's own shares, without these settings; the loader keeps the global batch:"]
-        head += [f'    config = SplitConfig.load("{config_path}")', *(f"    {line}" for line in _WINNER)]
+        head += [f"    config = splittune.SplitConfig.load({config_path!r})", *(f"    {line}" for line in _WINNER)]
     lines = (
         f'ACCELERATOR = {{"gradient_accumulation_steps": {even.split.accumulation_steps}}}\n'
         f'LOADER = {{"batch_size": {even.share}}}  # of each process\n'

@@ -22,7 +22,9 @@ def export(config: ConfigData, trials: Iterable[TriedSplit], config_path: str) -
 
     Lightning checks no product: ``batch_size * devices * accumulate_grad_batches`` is the global batch.
     """
-    even = best_even(config, trials, otherwise="Inside Lightning SplitStrategy trains any shares.")
+    even = best_even(
+        config, trials, otherwise="Inside Lightning Trainer(**split_trainer_options(config)) trains any shares."
+    )
     num_devices = len(config.devices)
     visible = visible_devices(config)
     notes = (even.cost, TOOL.divides_loss, *note_on_ranks(config, TOOL))
@@ -32,9 +34,9 @@ def export(config: ConfigData, trials: Iterable[TriedSplit], config_path: str) -
     if even.split != config.split:
         head += [
             "The winner's own shares inside Lightning, without these settings; the loader keeps the global batch:",
-            "    from splittune.integrations.lightning import SplitStrategy, split_trainer_options",
-            f'    config = SplitConfig.load("{config_path}")',
-            "    trainer = Trainer(**split_trainer_options(config), ...)",
+            "    from splittune.integrations.lightning import split_trainer_options",
+            f"    config = splittune.SplitConfig.load({config_path!r})",
+            "    trainer = Trainer(**split_trainer_options(config))",
         ]
     strategy = "ddp" if num_devices > 1 else "auto"
     lines = (

@@ -24,10 +24,11 @@ def export(config: ConfigData, trials: Iterable[TriedSplit], config_path: str) -
     (nn.DataParallel) and under torchrun.
     """
     winner = [
-        "The winner's own shares inside the Trainer, without these settings:",
+        f"The winner's own shares, with gradient_accumulation_steps={config.split.accumulation_steps}:",
         "    from splittune.integrations.transformers import SplitTrainerMixin",
-        "    class SplitTrainer(SplitTrainerMixin, transformers.Trainer): ...",
-        f'    SplitTrainer(split_config=SplitConfig.load("{config_path}"), model=model, args=args, ...)',
+        "    class SplitTrainer(SplitTrainerMixin, Trainer): ...  # your own Trainer, where you have one",
+        f"    config = splittune.SplitConfig.load({config_path!r})",
+        "    trainer = SplitTrainer(split_config=config, model=model, args=args, train_dataset=train_dataset)",
     ]
     even = best_even(config, trials, otherwise="Inside transformers.Trainer SplitTrainerMixin trains any shares.")
     split, num_devices = even.split, len(config.devices)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from splittune.config import SplitConfig
 from splittune.errors import ConfigError
 from splittune.hardware import resolve_hardware
-from splittune.integrations.steps import MicroBatchLoader, MicroStep
+from splittune.integrations.steps import MicroBatchLoader, MicroStep, warn_of_other_card
 from splittune.parallel.base import SplitModule
 from splittune.ranks.batch_norm import check_synchronisable, standing_in, synchronised_batch_norm
 from splittune.report import TuneResult
@@ -135,8 +135,10 @@ class RankSplit(_Splitting, DDPStrategy):
         self.config, self._syncs = config, sync_batch_norm
 
     def configure_ddp(self) -> None:
+        assert isinstance(self.model, nn.Module)
+        assert self.config is not None  # it was made with one
+        warn_of_other_card(self.config, self.root_device, self.global_rank)
         if self._syncs:
-            assert isinstance(self.model, nn.Module)
             check_synchronisable(self.model)
             synchronised_batch_norm(self.model)
         super().configure_ddp()
@@ -216,6 +218,7 @@ class OneProcessSplit(_Splitting, SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._split is not None  # it was set up
         assert self._step is not None  # a batch has started
+        self._without_sync.close()  # of a step whose loss was None
         if not self._step.is_last:
             self._without_sync.enter_context(self._split.no_sync())
         with self.precision_plugin.train_step_context():

@@ -7,9 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from splittune.cards import is_card
 from splittune.config import SplitConfig
+from splittune.config.other_devices import warn_of_other_devices
 from splittune.errors import ConfigError
+from splittune.hardware import resolve_hardware
 from splittune.ranks.share import RankShare
+
+
+def warn_of_other_card(config: SplitConfig, device: torch.device, rank: int) -> None:
+    """A `UserWarning` where this rank's card is another than the one that its share was tuned on."""
+    if is_card(device):
+        present = resolve_hardware([device])
+        warn_of_other_devices(config, present.devices, is_modelled=present.is_modelled, first=rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +75,12 @@ class MicroBatchLoader:
         return (num_batches - 1) * split.accumulation_steps + num_in_last
 
     def __getattr__(self, name: str) -> Any:
-        """What trainers ask of a loader, `dataset` and `num_workers` say, is the wrapped one's."""
-        if name in ("config", "loader") or name.startswith("__"):
-            raise AttributeError(name)
+        """What trainers ask of a loader, `dataset` and `num_workers` say, is the wrapped one's.
+
+        Not its state: that is where the loader is, ahead of what was trained.
+        """
+        if name in ("config", "loader", "state_dict", "load_state_dict") or name.startswith("__"):
+            raise AttributeError(f"a MicroBatchLoader has no {name}")
         return getattr(self.loader, name)
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from splittune.config import SplitConfig
 from splittune.errors import ConfigError
-from splittune.integrations.steps import MicroBatchLoader, MicroStep
+from splittune.integrations.steps import MicroBatchLoader, MicroStep, warn_of_other_card
 from splittune.ranks.batch_norm import standing_in
 
 try:
@@ -140,6 +140,8 @@ class SplitTrainerMixin(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self.split_config.strategy == "ddp" or not training:
+            if training:
+                warn_of_other_card(self.split_config, self.args.device, self.args.process_index)
             wrapped: nn.Module = super()._wrap_model(model, training=training, dataloader=dataloader)
             return wrapped
         plain: Any = self.model

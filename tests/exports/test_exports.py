@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import field, make_dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import splittune
 from splittune import BatchSplit, ConfigError, TuneResult
 from splittune.exports import TOOLS, TriedSplit, best_even, export_saved, is_even
 from splittune.hardware.base import Device
@@ -289,6 +291,35 @@ def test_the_lines_for_torchrun_train_as_one_device(pool: Any, tmp_path: Path) -
     assert "--nproc-per-node 2" in made.text
     for state in pool.run(on_a_rank, made.text):
         torch.testing.assert_close(state, on_one_device(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("to", "package"), [("lightning", "pytorch_lightning"), ("transformers", "transformers")])
+def test_the_lines_for_the_winner_run(folder: Path, to: str, package: str) -> None:
+    """What the export says of its unequal shares inside the tool is what splittune.integrations has."""
+    tool = pytest.importorskip(package)
+    path = folder / "split.json"
+    path.write_text(path.read_text().replace("2xCARD", "2xRTX3090"))
+    lines = [
+        line.removeprefix("#     ") for line in export_saved(folder, to).text.splitlines() if line.startswith("#     ")
+    ]
+    made = mock.Mock()
+    names: dict[str, Any] = {
+        "splittune": splittune,
+        "Trainer": made if to == "lightning" else tool.Trainer,
+        "model": None,
+        "args": None,
+        "train_dataset": None,
+    }
+    code = "\n".join(lines)
+    if to == "transformers":  # which makes a Trainer: that is tried where there is a model
+        code = code.replace("trainer = SplitTrainer(", "options = dict(")
+    exec(code, names)
+    if to == "lightning":
+        assert made.call_args.kwargs["accumulate_grad_batches"] == 2
+    else:
+        assert names["options"]["split_config"].split == UNEVEN
+        assert issubclass(names["SplitTrainer"], tool.Trainer)
 
 
 def edited(folder: Path, edit: Callable[[list[str]], list[str]]) -> Path:
