@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -152,34 +153,47 @@ class RankSplit(_Splitting, DDPStrategy):
 
 
 class _TrainingStep(nn.Module):
-    """A module whose forward is the training step of another, which can be run in replicas."""
+    """A module whose forward is the training step of another, which can be run in replicas.
+
+    It gives the step's output, and what the step logged by name: numbers, which the wrapper averages by samples as it
+    does losses. `options` has the arguments that they were logged with.
+    """
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module = module
-        self._original = (module,)  # in a tuple: replicas have it, and no copy of it
+        self.options: dict[str, dict[str, Any]] = {}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.module is not self._original[0]:
-            _silence(self.module)  # one place logs: Lightning's own tables know one device, and one thread
-        return self.module.training_step(*args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        logged: dict[str, Any] = {}
+
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+            if isinstance(value, Tensor):
+                logged[name] = value.detach().float().mean()
+            elif isinstance(value, int | float):
+                logged[name] = float(value)
+            else:
+                return  # a torchmetrics object counts in its replica alone
+            self.options[name] = dict(zip(_LOG_OPTIONS, args, strict=False)) | options
+
+        # Lightning's own tables of what is logged know one device and one thread
+        object.__setattr__(self.module, "log", log)
+        try:
+            return self.module.training_step(*args, **kwargs), logged
+        finally:
+            object.__delattr__(self.module, "log")
 
 
-def _silence(module: nn.Module) -> None:
-    for name in ("log", "log_dict"):
-        object.__setattr__(module, name, _say_nothing)
-
-
-def _say_nothing(*_args: Any, **_kwargs: Any) -> None:
-    pass
+# What `log` takes by position after name and value.
+_LOG_OPTIONS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 
 
 class OneProcessSplit(_Splitting, SingleDeviceStrategy):
     """A strategy for a config of "dp": one process runs the training step on every device's share.
 
     `training_step` runs in a replica on each device, at the same time; its losses are averaged by samples, and must
-    be means over samples. What it logs is of the first device's share, if it has one. Evaluation runs on the first
-    device. Batches stay on the host until each device is sent its part.
+    be means over samples. So are the numbers that it logs; torchmetrics objects that it logs are left out. Evaluation
+    runs on the first device. Batches stay on the host until each device is sent its part.
 
     Args:
         config: what to train; None where a `TuneBatchSplit` among the callbacks finds it.
@@ -196,6 +210,7 @@ class OneProcessSplit(_Splitting, SingleDeviceStrategy):
         super().__init__(device=torch.device(self.hardware.devices[0].torch_device))
         self.config, self._wrap_options = config, wrap_options
         self._split: SplitModule | None = None
+        self._training_step: _TrainingStep | None = None
         self._without_sync = ExitStack()
 
     def setup(self, trainer: Trainer) -> None:
@@ -207,7 +222,8 @@ class OneProcessSplit(_Splitting, SingleDeviceStrategy):
         """Train by `config`, for these devices, from the next step on."""
         assert self.lightning_module is not None  # it is connected
         self.config = config
-        self._split = config.wrap(_TrainingStep(self.lightning_module), hardware=self.hardware, **self._wrap_options)
+        self._training_step = _TrainingStep(self.lightning_module)
+        self._split = config.wrap(self._training_step, hardware=self.hardware, **self._wrap_options)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         module = self.lightning_module
@@ -217,12 +233,17 @@ class OneProcessSplit(_Splitting, SingleDeviceStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._split is not None  # it was set up
+        assert self._training_step is not None
+        assert self.lightning_module is not None
         assert self._step is not None  # a batch has started
         self._without_sync.close()  # of a step whose loss was None
         if not self._step.is_last:
             self._without_sync.enter_context(self._split.no_sync())
         with self.precision_plugin.train_step_context():
-            return self._split(*args, **kwargs)
+            output, logged = self._split(*args, **kwargs)
+        for name, value in logged.items():
+            self.lightning_module.log(name, value, **self._training_step.options[name])
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         try:
@@ -267,22 +288,21 @@ class TuneBatchSplit(Callback):
             devices = strategy.hardware.spec or [device.torch_device for device in strategy.hardware.devices]
         self._check(trainer, pl_module)
         options = {"autocast_dtype": _autocast_of(trainer.precision), **self.tune_options}
-        named = {name: vars(pl_module).get(name) for name in ("log", "log_dict")}
-        _silence(pl_module)  # the Trainer is not in its loop yet
-        try:
-            self.result = autotune(
-                _TrainingStep(pl_module),
-                _train_loader(trainer),
-                step_fn=_loss_of_step,
-                optimizer=trainer.optimizers[0],
-                devices=devices,
-                **options,
-            )
-        finally:
-            for name, before in named.items():
-                object.__delattr__(pl_module, name)
-                if before is not None:
-                    object.__setattr__(pl_module, name, before)
+        takes_index = len(inspect.signature(pl_module.training_step).parameters) > 1
+
+        def loss_of(model: nn.Module, batch: Any) -> Tensor:
+            output, _ = model(batch, 0) if takes_index else model(batch)
+            loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+            return loss
+
+        self.result = autotune(
+            _TrainingStep(pl_module),
+            _train_loader(trainer),
+            step_fn=loss_of,
+            optimizer=trainer.optimizers[0],
+            devices=devices,
+            **options,
+        )
         if self.save is not None:
             self.result.save(self.save)
         if isinstance(strategy, OneProcessSplit):
@@ -301,12 +321,6 @@ class TuneBatchSplit(Callback):
                 f"{module.automatic_optimization}: expected one that Lightning steps itself. Use autotune with a "
                 "step_fn of your own."
             )
-
-
-def _loss_of_step(model: nn.Module, batch: Any) -> Tensor:
-    output = model(batch, 0)
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
-    return loss
 
 
 def _autocast_of(precision: str | int) -> torch.dtype | None:

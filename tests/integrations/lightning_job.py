@@ -31,12 +31,16 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         inputs, targets = batch
         loss = nn.functional.mse_loss(self.net(inputs), targets)
-        self.log("loss", loss)
+        self.log("loss", loss, True)
+        self.log_dict({"samples": len(inputs)})
         return {"loss": loss, "more": batch_idx}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, targets = batch
         self.log("val_loss", nn.functional.mse_loss(self.net(inputs), targets), sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]) * self.trainer.accumulate_grad_batches)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients.append([parameter.grad.clone() for parameter in self.parameters() if parameter.grad is not None])

@@ -126,6 +126,7 @@ def what_was_found(result: TuneResult) -> None:
     assert_type(result.speedup, float | None)
     assert_type(result.explanation, str)
     assert_type(result.trials, tuple[Trial, ...])
+    assert_type(result.export("transformers", config_path="runs/split/split.json").text, str)
     measurement = result.trials[0].measurement
     assert_type(measurement.outcome, Outcome)
     assert_type(measurement.throughput, float | None)
@@ -144,6 +145,7 @@ def a_config(config: SplitConfig) -> None:
     assert_type(config.wrap(model, ddp_options={"gradient_as_bucket_view": True}, timeout_s=120), SplitModule)
     for batch in config.shard(loader, seed=1):
         assert_type(next(config.micro_batches(batch)), MicroBatch)
+    assert_type(config.export("deepspeed").save("ds_config.json", force=True), Path)
     load_state_dict(model, model.state_dict())
     verification = verify(config, make_task(), devices="4xV100-16GB", num_steps=5, measure_eval_batch_size=True)
     assert_type(verification, Verification)
