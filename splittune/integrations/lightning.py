@@ -1,4 +1,7 @@
-"""A config's unequal shares inside Lightning, on one process and on ranks, and a callback that tunes before `fit`."""
+"""A config's unequal shares inside Lightning, on one process and on ranks, and a callback that tunes before `fit`.
+
+For the package `pytorch_lightning`: `lightning.pytorch` has a second copy of all classes, and takes none of these.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -86,6 +89,27 @@ def test_a_short_batch_before_the_last_is_refused() -> None:
     loader = MicroBatchLoader(config_of(1, "dp", split=split), plain)
     with pytest.raises(ConfigError, match=r"fewer than 2 micro-batches came before the epoch's last"):
         list(loader)
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [("lightning", "pytorch_lightning", "lightning"), ("transformers", "transformers", "transformers")],
+)
+def test_a_tool_that_is_not_installed_is_said(
+    module: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the command that installs it; splittune itself needs none of them."""
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"splittune.integrations.{module}", raising=False)
+    with pytest.raises(ImportError, match=rf"not installed.*pip install 'splittune\[{extra}\]'"):
+        importlib.import_module(f"splittune.integrations.{module}")
+
+
+def test_splittune_imports_no_trainer() -> None:
+    """They take seconds to import, and most people have one of them at most."""
+    code = "import sys, splittune.exports as _; print(sorted({'pytorch_lightning', 'transformers'} & {*sys.modules}))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "[]"
 
 
 class Stream(IterableDataset[int]):
