@@ -97,6 +97,11 @@ def head_of(config: ConfigData, tool: Tool, notes: Sequence[str]) -> list[str]:
     ]
 
 
+def found(config: ConfigData) -> str:
+    """How the config's figures came about: "modelled" or "measured"."""
+    return "modelled" if config.is_modelled else "measured"
+
+
 def commented(lines: Sequence[str]) -> str:
     """Each line as a comment of Python, YAML or a shell, in lines of 100 columns."""
     return "".join(f"# {part}\n" for line in lines for part in wrapped(line, 98))
@@ -128,8 +133,8 @@ def note_on_ranks(config: ConfigData, tool: Tool) -> tuple[str, ...]:
     if config.strategy == "ddp" or config.split.num_devices == 1:
         return ()
     sentence = (
-        f"This was measured in one process for all cards; {tool.name} starts a process for each, which also holds the "
-        "optimizer's state. The gradients are the same, its speed and memory were not measured: `splittune plan "
+        f"This was {found(config)} in one process for all cards; {tool.name} starts a process for each, which also "
+        "holds the optimizer's state. The gradients are the same; its speed and memory are not known: `splittune plan "
         "--strategy ddp` foretells them."
     )
     return (sentence,)

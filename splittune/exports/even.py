@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from splittune.config.data import ConfigData
 from splittune.errors import ConfigError
+from splittune.exports.base import found
 from splittune.split import BatchSplit
 
 # Even splits that an error lists. A choice: a batch of 4,096 samples has over a dozen.
@@ -58,7 +59,7 @@ def best_even(config: ConfigData, trials: Iterable[TriedSplit], *, otherwise: st
         ConfigError: no even split was measured; the message says which there are, and how to measure one.
     """
     winner = config.split
-    modelled = "modelled" if config.is_modelled else "measured"
+    modelled = found(config)
     if is_even(winner):
         return EvenSplit(split=winner, cost=f"It runs the winner itself, {winner}: the fastest split, {modelled}.")
     trials = [trial for trial in trials if trial.split.num_devices == winner.num_devices]
@@ -80,7 +81,7 @@ def best_even(config: ConfigData, trials: Iterable[TriedSplit], *, otherwise: st
 
 def _cost(config: ConfigData, even: TriedSplit, trials: Sequence[TriedSplit]) -> str:
     """What the even split gives, beside the winner timed in the same way: 80 of 100 samples/s are 20.0 % fewer."""
-    modelled = "modelled" if config.is_modelled else "measured"
+    modelled = found(config)
     start = f"Equal shares, {even.split}, the fastest even split that was tried"
     of_winner = [t.throughput for t in trials if t.split == config.split and t.kind == even.kind and t.throughput]
     how = "in whole steps" if even.kind == "confirm" else "in the search's short trials"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from splittune.config.data import ConfigData
-from splittune.exports.base import Export, Tool, head_of, visible_devices, wrapped
+from splittune.exports.base import Export, Tool, found, head_of, visible_devices, wrapped
 from splittune.exports.even import TriedSplit
 
 TOOL = Tool(
@@ -65,9 +65,9 @@ def export(config: ConfigData, _trials: Iterable[TriedSplit], config_path: str) 
     ]
     if config.strategy == "dp" and num_devices > 1:
         notes.append(
-            f"One process runs all {num_devices} cards, as it was measured. For a process on each, load the config "
-            'with dataclasses.replace(config, strategy="ddp"): its speed and memory were not measured, `splittune plan '
-            "--strategy ddp` foretells them."
+            f"One process runs all {num_devices} cards, as it was {found(config)}. For a process on each, load the "
+            'config with dataclasses.replace(config, strategy="ddp"): its speed and memory are not known, `splittune '
+            "plan --strategy ddp` foretells them."
         )
     text = _SCRIPT.format(
         head="\n".join(part for line in head_of(config, TOOL, notes) for part in wrapped(line)),

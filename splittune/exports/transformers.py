@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from splittune.config.data import ConfigData
-from splittune.exports.base import Export, Tool, commented, head_of, visible_devices
+from splittune.exports.base import Export, Tool, commented, found, head_of, visible_devices
 from splittune.exports.even import TriedSplit, best_even
 
 TOOL = Tool(
@@ -37,7 +37,7 @@ def export(config: ConfigData, trials: Iterable[TriedSplit], config_path: str) -
     notes = [even.cost, TOOL.divides_loss, f"Start it with `{start}`, where {num_devices} cards are visible."]
     if config.strategy == "dp" and num_devices > 1:
         notes.append(
-            "The Trainer then runs torch's own nn.DataParallel, whose speed and memory differ from the measured ones."
+            f"The Trainer then runs torch's nn.DataParallel: its speed and memory are not those {found(config)} here."
         )
     settings = {
         "per_device_train_batch_size": even.share,
