@@ -42,7 +42,8 @@ _ON_LOADERS = (
 )
 _ALONE = (
     "the model has BatchNorm, which will normalise by each rank's own samples: another training than one device's, and "
-    "a rank that is left a single sample of a short last batch may raise. Use config.wrap(model, sync_batch_norm=True)."
+    "a rank that has a single sample of a batch may raise: where its share is 1, or in a short last batch of so few "
+    "that they cannot be shared out otherwise. Use config.wrap(model, sync_batch_norm=True)."
 )
 
 
