@@ -13,7 +13,6 @@ from splittune.options import MIN_BATCH_NORM_SHARD, SearchOptions, StrategyChoic
 from splittune.report import TuneResult
 from splittune.report.capacity.row import LargestMicroBatch
 from splittune.report.words import rate_of, shape_of
-from splittune.runners.base import JobFacts
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.modelled_ranks.kinds import CardKind, kinds_of
 from splittune.runners.modelled_ranks.one_card import OneCardTrials
@@ -120,9 +119,9 @@ def tune_ranks(
         space = SplitSpace(global_batch_size=size, num_devices=len(hardware.devices), shares="each")
         callback.on_start(job.cards, space, options.max_trials)
         held = cards.scripts_hold
-        found = _search(cards, hardware, kinds, job, size, options, callback)
+        found = _search(cards, hardware, kinds, size, options, callback)
         if held and not cards.scripts_hold:  # what was played does not hold: all over again, in full
-            found = _search(cards, hardware, kinds, job, size, options, callback)
+            found = _search(cards, hardware, kinds, size, options, callback)
     finally:
         try:
             cards.close()
@@ -138,7 +137,6 @@ def _search(
     cards: OneCardTrials,
     hardware: VirtualHardware,
     kinds: tuple[CardKind, ...],
-    job: JobFacts,
     global_batch_size: int,
     options: SearchOptions,
     callback: TuneCallback,
@@ -148,7 +146,7 @@ def _search(
         global_batch_size=global_batch_size,
         kinds=tuple(kind.devices for kind in kinds),
         min_headroom_bytes=tuple(kind.min_headroom_bytes for kind in kinds),
-        least_share=MIN_BATCH_NORM_SHARD if job.has_batch_norm else 1,
+        least_share=MIN_BATCH_NORM_SHARD if cards.normalises_alone else 1,
         may_try_more=cards.needs_values is None,
     )
     return find_by_kind(

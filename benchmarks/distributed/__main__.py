@@ -1,4 +1,4 @@
-"""`python -m benchmarks.distributed`: ranks against one device, in real processes, and a slow rank's price."""
+"""`python -m benchmarks.distributed`: ranks against one device, in real processes; a slow rank; a thousand cards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.distributed import batches, gradients, slow_rank
+from benchmarks.distributed import batches, gradients, scale, slow_rank
 from benchmarks.distributed.launch import run_ranks
 from splittune import __version__
 
@@ -35,9 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     gradient_rows = gradient_errors(given.cases, given.seed)
     slow_rows = slow_ranks(given.seed)
+    scale_rows = scale.scales()
     failed = batches.main([str(given.batches), str(given.seed)])
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
-    table = pd.DataFrame([*gradient_rows, *slow_rows]).assign(
+    table = pd.DataFrame([*gradient_rows, *slow_rows, *scale_rows]).assign(
         machine=machine,
         splittune=__version__,
         torch=torch.__version__,
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(given.out, index=False, float_format="%.6g")
     print(f"\nwritten to {given.out}; {machine}, torch {torch.__version__}, seed {given.seed}")
-    return failed or int(any(row["figure"] > row["bound"] for row in gradient_rows))
+    return failed or int(not all(scale.holds(row) for row in [*gradient_rows, *scale_rows]))
 
 
 def gradient_errors(num_cases: int, seed: int) -> list[dict[str, Any]]:

@@ -96,7 +96,24 @@ def expected_sizes(num_samples: int, case: Case) -> list[int]:
 
 
 def expected_shards(micro_batch_size: int, tuned: Sequence[int]) -> list[int]:
-    """In proportion to the tuned shares, the largest remainders rounded up, the last of equals."""
+    """In proportion to the tuned shares, the largest remainders rounded up, the last of equals.
+
+    Where that leaves a single sample to a rank, though no tuned share is one: on the most ranks that can have two.
+    """
+    shards = in_proportion(micro_batch_size, tuned)
+    if 1 not in shards or 1 in tuned:
+        return shards
+    largest_first = sorted(range(len(tuned)), key=lambda rank: (tuned[rank], rank), reverse=True)
+    for count in range(sum(map(bool, tuned)), 0, -1):
+        beyond = [tuned[rank] - 2 if rank in largest_first[:count] else 0 for rank in range(len(tuned))]
+        if 0 <= micro_batch_size - 2 * count <= sum(beyond):
+            extra = in_proportion(micro_batch_size - 2 * count, beyond) if sum(beyond) else beyond
+            return [2 + extra[rank] if rank in largest_first[:count] else 0 for rank in range(len(tuned))]
+    return shards
+
+
+def in_proportion(micro_batch_size: int, tuned: Sequence[int]) -> list[int]:
+    """By largest remainders, the last of equals first."""
     quotas = [Fraction(micro_batch_size * share, sum(tuned)) for share in tuned]
     shards = [int(quota) for quota in quotas]
     order = sorted(range(len(tuned)), key=lambda rank: (quotas[rank] % 1, rank), reverse=True)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from splittune.cards import is_card
@@ -22,7 +21,7 @@ from splittune.hardware.resolve import resolve_hardware
 from splittune.parallel.base import SplitModule
 from splittune.parallel.modules import modules_of
 from splittune.ranks.agreement import Fact, agree
-from splittune.ranks.batch_norm import check_synchronisable, synchronised_batch_norm
+from splittune.ranks.batch_norm import check_synchronisable, normalises_by_rank, synchronised_batch_norm
 from splittune.ranks.group import (
     check_backend,
     check_grouped,
@@ -42,7 +41,8 @@ _ON_LOADERS = (
 )
 _ALONE = (
     "the model has BatchNorm, which will normalise by each rank's own samples: another training than one device's, and "
-    "a rank that is left a single sample of a short last batch may raise. Use config.wrap(model, sync_batch_norm=True)."
+    "a rank that has a single sample of a batch may raise: where its share is 1, or in a short last batch of so few "
+    "that they cannot be shared out otherwise. Use config.wrap(model, sync_batch_norm=True)."
 )
 
 
@@ -96,7 +96,7 @@ def wrap_rank(
         warn_of_other_devices(config, present.devices, is_modelled=present.is_modelled, first=rank, stacklevel=4)
     if sync_batch_norm:
         synchronised_batch_norm(model, group)
-    elif any(isinstance(module, _BatchNorm) and module.training for module in modules_of(model)):
+    elif any(normalises_by_rank(module) and module.training for module in modules_of(model)):
         warnings.warn(_ALONE, UserWarning, stacklevel=3)
     return DistributedSplit(model, device=device, loss_fn=loss_fn, weight_fn=weight_fn, **ddp_options)
 

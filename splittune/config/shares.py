@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from math import isnan
 from typing import Any
 
 import torch
@@ -47,14 +48,44 @@ def cut_share(share: RankShare, split: BatchSplit, model: SplitModule | None) ->
     counts = [float(size) for size in share.sizes]
     whole = float(share.num_samples)
     if model.counts_tokens:
-        sized = zip(parts, share.sizes, strict=True)
-        counts = [model.weight_of(part, size) if size else 0.0 for part, size in sized]
-        whole = model.sum_over_ranks(sum(counts))
+        counts, whole = _counted(parts, share.sizes, model)
     if not whole:
         raise ConfigError("the batch counts 0 by weight_fn: expected more, there is nothing to learn from. Skip it.")
     factor = model.num_ranks / whole
     cut = [MicroBatch(batch=part, weight=count * factor) for part, count in zip(parts, counts, strict=True)]
     return _standing_in(share, accumulate(model, cut), model)
+
+
+def _counted(parts: Sequence[Any], sizes: Sequence[int], model: DistributedSplit) -> tuple[list[float], float]:
+    """What each of the parts counts by `weight_fn`, and what the global batch does on all ranks together.
+
+    A rank on which that raises gives NaN to the sum, which costs nothing where it does not: so all ranks hear of it.
+
+    Raises:
+        ConfigError: `weight_fn` raised on another rank; the message says on which, and what. On that one its own error
+            passes through.
+    """
+    problem: Exception | None = None
+    counts: list[float] = []
+    try:
+        counts = [model.weight_of(part, size) if size else 0.0 for part, size in zip(parts, sizes, strict=True)]
+    except Exception as error:  # noqa: BLE001  the user's own, whatever it is; raised again below
+        problem = error
+    whole = model.sum_over_ranks(float("nan") if problem is not None else sum(counts))
+    if not isnan(whole):
+        return counts, whole
+
+    def tell() -> tuple[None, list[Fact]]:
+        if problem is not None:
+            raise ConfigError(f"weight_fn could not count its batch: {type(problem).__name__}: {problem}")
+        return None, []
+
+    try:
+        agree("config.micro_batches", tell, group=model.process_group)
+    except ConfigError:
+        if problem is None:
+            raise
+    raise problem or ConfigError("the ranks' counts by weight_fn sum to no number: expected finite ones.")
 
 
 def _check_same_place(begins: str, model: DistributedSplit) -> None:

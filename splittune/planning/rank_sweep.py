@@ -69,7 +69,7 @@ class RankSweep:
         try:
             facts = self.cards.open(self.hardware)
             headroom = headroom_for(facts.cards, self.request.options.min_headroom_bytes)
-            step = self.cards.small_step(MIN_BATCH_NORM_SHARD if facts.has_batch_norm else 1)
+            step = self.cards.small_step(MIN_BATCH_NORM_SHARD if self.cards.normalises_alone else 1)
         finally:
             self.cards.close()
         named = self.request.task.model.named_parameters()

@@ -73,7 +73,8 @@ def agree(
         said["problem"], cause = str(error), error
     verdict = meeting.hold(rank, json.dumps(said))
     if verdict:
-        raise ConfigError(verdict) from cause
+        # this rank's own error stands in the verdict mostly: it is not shown twice
+        raise ConfigError(verdict) from (None if cause is None or str(cause) in verdict else cause)
     return prepared[0]
 
 

@@ -114,6 +114,11 @@ def check_synchronisable(model: nn.Module) -> None:
             )
 
 
+def normalises_by_rank(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm layer that normalises by each rank's own samples: no SyncBatchNorm, torch's or ours."""
+    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm | SynchronisedBatchNorm)
+
+
 def set_counted(is_counted: bool) -> None:
     """Whether what this process runs from now on enters the statistics of synchronised layers, of whatever model.
 

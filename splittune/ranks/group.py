@@ -130,10 +130,13 @@ def _named(device: object, rank: int) -> torch.device:
 def _local_card(rank: int) -> torch.device:
     """The card of this process among those that were started on its machine; the only one where it sees one.
 
-    Where nothing says which process of its machine it is, machines are taken to be filled one after the other.
+    torchrun and accelerate say which process of its machine it is in LOCAL_RANK, srun in SLURM_LOCALID. Where neither
+    does, machines are taken to be filled one after the other.
     """
     num_cards = count_cards()
-    local_rank = dist.get_node_local_rank(fallback_rank=rank % max(num_cards, 1))
+    said = os.environ.get("SLURM_LOCALID", "") if os.environ.get("SLURM_PROCID") == str(rank) else ""
+    fallback_rank = int(said) if said.isdecimal() else rank % max(num_cards, 1)
+    local_rank = dist.get_node_local_rank(fallback_rank=fallback_rank)
     return _present(card(0 if num_cards == 1 else local_rank))
 
 

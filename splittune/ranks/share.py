@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from splittune.checks import checked_int
 from splittune.errors import ConfigError
@@ -55,6 +55,19 @@ class RankShare:
                 f"micro_batch_sizes sum to {arithmetic} = {sum(self.micro_batch_sizes)}, but num_samples is "
                 f"{self.num_samples}: expected the same."
             )
+
+    def __iter__(self) -> NoReturn:
+        raise self._is_no_batch("iterated or unpacked")
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise self._is_no_batch("indexed")
+
+    def _is_no_batch(self, what: str) -> TypeError:
+        return TypeError(
+            f"a RankShare was {what}: it is this rank's part of a global batch of {self.num_samples} samples, and no "
+            "batch itself. Expected config.micro_batches(share, model), which cuts it: for micro in "
+            "config.micro_batches(batch, model): inputs, targets = micro.batch."
+        )
 
     @property
     def has_stand_in(self) -> bool:

@@ -16,6 +16,9 @@ from splittune.split.shards import fit_shards
 # sampler of batches by length has some dozens. Doubled, it changes nothing but memory.
 NUM_KEPT = 256
 
+# Samples of a rank in a short micro-batch, where that can be: BatchNorm has no variance of a single one.
+NO_SINGLE_SAMPLE = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
@@ -42,8 +45,10 @@ def rank_part(num_samples: int, split: BatchSplit, rank: int) -> RankPart:
     """What `rank` takes of a global batch of `num_samples`: its place in every micro-batch.
 
     The micro-batches are those of one process, and so are the shards: device i's of the one is rank
-    i's of the other, in the same order. The stand-in is the rank's own first sample, or the first
-    of the global batch where it has none at all.
+    i's of the other, in the same order. Where all tuned shares are of 2 samples or more, a short
+    micro-batch leaves no rank a single one if others can take it: BatchNorm trains on no fewer. The
+    stand-in is the rank's own first sample, or the first of the global batch where it has none at
+    all.
 
     Worked: tuned for 8 samples in 2 micro-batches, shares 1 + 3, a batch of 5 runs as 3 and 2, of
     which `fit_shards` gives (1, 2) and (0, 2). Rank 0 takes position 0, and stands in with it in
@@ -58,10 +63,12 @@ def rank_part(num_samples: int, split: BatchSplit, rank: int) -> RankPart:
             f"rank is {rank}: expected at most {split.num_devices - 1}, for {split} has {split.num_devices} shards."
         )
     micro_batch_sizes = micro_batch_sizes_of(num_samples, split)
+    # where a tuned share is 1, its rank has single samples in every batch
+    least = min(NO_SINGLE_SAMPLE, *(share for share in split.shard_sizes if share))
     positions: list[int] = []
     sizes: list[int] = []
     for start, size in zip(accumulate(micro_batch_sizes, initial=0), micro_batch_sizes, strict=False):
-        shards = fit_shards(size, split.shard_sizes)
+        shards = fit_shards(size, split.shard_sizes, least)
         first = start + sum(shards[:rank])
         positions += range(first, first + shards[rank])
         sizes.append(shards[rank])

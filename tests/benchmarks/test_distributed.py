@@ -34,6 +34,7 @@ def test_gradients_are_written_beside_their_bound(monkeypatch: pytest.MonkeyPatc
     """Few cases on one and two ranks, no slow ones: the CSV has each world size, and the status is 0."""
     monkeypatch.setattr(command, "NUM_RANKS", 2)
     monkeypatch.setattr(command, "slow_ranks", lambda seed: [])
+    monkeypatch.setattr(command.scale, "scales", list)
     assert command.main(["--cases", "4", "--batches", "3", "--out", str(tmp_path / "out.csv")]) == 0
     table = pd.read_csv(tmp_path / "out.csv")
     assert set(table["ranks"]) == {1, 2}

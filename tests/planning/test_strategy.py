@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from splittune import BatchSplit, ConfigError, DeviceError, Measurement, Outcome, SplitConfig, TrainingTask, plan
+from splittune.ranks.batch_norm import synchronised_batch_norm
 from splittune.report.capacity.console import show_capacity, table_of
 from splittune.report.capacity.strategies import compared
 from splittune.runners.modelled_ranks.one_card import OneCardTrials
@@ -169,6 +170,16 @@ def test_batch_norm_has_its_least_share() -> None:
     (found,) = plan(task, "1xT400-4GB,1xA100-80GB", strategy="ddp", global_batch_sizes=[16], **SMALL).searches
     assert found.result is not None
     assert min(found.result.best.split.shard_sizes) >= 4
+
+
+@pytest.mark.parametrize("norm", [nn.SyncBatchNorm(512), synchronised_batch_norm(nn.BatchNorm1d(512))])
+def test_statistics_over_all_ranks_need_no_least_share(norm: nn.Module) -> None:
+    """The slow card may have fewer than 4 samples then; in one process, whose replicas do not share them, none may."""
+    task = job()
+    task.model = nn.Sequential(nn.Linear(64, 512), norm, *(nn.Linear(512, 512) for _ in range(8)), nn.Linear(512, 8))
+    (found,) = plan(task, "1xT400-4GB,1xA100-80GB", strategy="ddp", global_batch_sizes=[16], **SMALL).searches
+    assert found.result is not None
+    assert min(found.result.best.split.shard_sizes) < 4
 
 
 @pytest.fixture

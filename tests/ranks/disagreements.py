@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from splittune.parallel import BalancedDataParallel
+from splittune.split import BatchSplit
 from tests.ranks.cases import config_of
 from tests.ranks.pool import GROUP_TIMEOUT_S
 
@@ -102,3 +104,35 @@ def evaluate_alone(_: dist.ProcessGroup | None, is_alone: bool) -> float:
     model.eval()
     with torch.no_grad():
         return float(model(torch.ones(5, 3)).isfinite().float().mean()) if is_alone else 1.0
+
+
+def count_tokens(_: dist.ProcessGroup | None, is_failing: bool) -> str:
+    """A step whose weight_fn fails on this rank or not."""
+
+    def count(targets: torch.Tensor) -> int:
+        if is_failing:
+            raise LookupError("no padding id")
+        return targets.numel()
+
+    config = config_of(4)
+    data = TensorDataset(torch.randn(96, 3), torch.randn(96, 4))
+    model = config.wrap(nn.Linear(3, 4), nn.functional.mse_loss, weight_fn=count, timeout_s=30.0)
+    for micro in config.micro_batches(next(iter(config.shard(DataLoader(data, batch_size=48)))), model):
+        (model(*micro.batch) * micro.weight).backward()
+    return "trained"
+
+
+def end_on_two_samples(_: dist.ProcessGroup | None) -> float:
+    """The loss of a last batch of 2 samples, whose model has BatchNorm over each rank's own."""
+    split = BatchSplit(global_batch_size=16, accumulation_steps=1, shard_sizes=(4, 4, 4, 4))
+    config, data = config_of(4, split=split), TensorDataset(torch.randn(18, 3), torch.randn(18, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of BatchNorm by itself, which this is about
+        model = config.wrap(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), timeout_s=30.0)
+    loss = torch.zeros(())
+    for batch in config.shard(DataLoader(data, batch_size=16)):
+        for micro in config.micro_batches(batch, model):
+            inputs, targets = micro.batch
+            loss = nn.functional.mse_loss(model(inputs), targets) * micro.weight
+            loss.backward()
+    return model.sum_over_ranks(loss.item()) / 4

@@ -9,6 +9,8 @@ from torch.distributed import distributed_c10d
 
 from splittune.ranks.agreement import differences, named
 from tests.ranks.disagreements import (
+    count_tokens,
+    end_on_two_samples,
     evaluate_alone,
     look_ahead,
     shard,
@@ -152,3 +154,28 @@ def test_a_rank_evaluates_alone(pool: Pool) -> None:
     """With buffers, too, which DistributedDataParallel would give out in a collective."""
     assert pool.run_each(evaluate_alone, [(True,), (False,), (False,), (False,)]) == [1.0] * 4
     check_alive(pool)
+
+
+def test_a_weight_fn_that_fails_on_one_rank_is_an_error_on_all(pool: Pool) -> None:
+    """On its own rank it is the user's error, and the others hear of it at once; the ranks train on after it."""
+    found = pool.run_each(count_tokens, [(False,), (False,), (True,), (False,)])
+    failing = found.pop(2)
+    assert (failing.kind, failing.message) == ("LookupError", "'no padding id'") or failing.message == "no padding id"
+    check_refused(
+        found, "config.micro_batches, rank 2: weight_fn could not count its batch: LookupError: no padding id"
+    )
+    assert pool.run_each(count_tokens, [(False,)] * 4) == ["trained"] * 4
+    check_alive(pool)
+
+
+def test_a_rank_prints_its_own_error_once(pool: Pool) -> None:
+    """It stands in what all ranks raise; nothing is said to have happened during the handling of it."""
+    own, _ = wrapped(pool, {"model": "DataParallel"}, {})
+    assert own.trace.count("the model is wrapped already") == 1
+
+
+def test_batch_norm_trains_on_a_last_batch_of_few_samples(pool: Pool) -> None:
+    """Two samples on four ranks: one rank takes both, for of a single one BatchNorm has no variance."""
+    losses = pool.run(end_on_two_samples)
+    assert len(set(losses)) == 1
+    assert losses[0] > 0

@@ -104,6 +104,27 @@ def test_a_ranks_device(devices: Any, rank: int, expected: str) -> None:
     assert str(device_of_rank(tuned, devices, rank)) == expected
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, "cuda:0"),  # dealt round the machines
+        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "LOCAL_RANK": "1"}, "cuda:1"),  # torchrun's, started by srun
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "cuda:1"),  # of the shell that started the ranks
+        ({}, "cuda:1"),
+    ],
+)
+def test_the_local_rank_is_what_the_launcher_says(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str
+) -> None:
+    """LOCAL_RANK, then srun's own where it speaks of this rank, else machines filled one after the other."""
+    monkeypatch.setattr(group_module, "count_cards", lambda: 2)
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert str(device_of_rank(["cuda:0"] * 4, "cuda", 1)) == expected
+
+
 @pytest.mark.usefixtures("two_cards")
 def test_a_device_that_is_not_there_is_refused() -> None:
     """A third card of two, whether it is named or the local rank's."""

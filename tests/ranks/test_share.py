@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,3 +36,12 @@ def test_a_share_whose_arithmetic_does_not_hold_is_refused(changes: dict[str, An
     """With the sum that fails."""
     with pytest.raises(ConfigError, match=complaint):
         share(**changes)
+
+
+@pytest.mark.parametrize(
+    "use", [list, lambda batch: batch[0], lambda batch: batch["inputs"]], ids=["unpacked", "by place", "by name"]
+)
+def test_a_share_taken_for_a_batch_says_what_it_is(use: Callable[[Any], Any]) -> None:
+    """A loop that was written for the plain loader is told what cuts a share."""
+    with pytest.raises(TypeError, match=r"a RankShare was .* of 5 samples.* config.micro_batches\(share, model\)"):
+        use(share())

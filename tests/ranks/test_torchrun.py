@@ -1,4 +1,4 @@
-"""The commands of the README's own section, run as they stand there, on one machine and on two."""
+"""What starts ranks: the commands of the README's own section as they stand there, accelerate, and what srun sets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ def end(agent: subprocess.Popen[bytes]) -> None:
             agent.wait()
 
 
-def run_all(lines: list[str], folder: Path) -> None:
-    """Run the commands side by side, as on a machine each; none outlives this."""
+def run_all(lines: list[str], folder: Path, *, of_each: Sequence[dict[str, str]] | None = None) -> None:
+    """Run the commands side by side, as on a machine each, with what `of_each` has set; none outlives this."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
@@ -63,7 +64,8 @@ def run_all(lines: list[str], folder: Path) -> None:
     try:
         for number, line in enumerate(lines):
             log = (folder / f"log{number}.txt").open("w")
-            agents.append(subprocess.Popen(line.split(), cwd=folder, env=environment, stdout=log, stderr=log))
+            own = environment | (of_each[number] if of_each is not None else {})
+            agents.append(subprocess.Popen(line.split(), cwd=folder, env=own, stdout=log, stderr=log))
             log.close()
         codes = [agent.wait(DEADLINE_S) for agent in agents]
     finally:
@@ -98,14 +100,62 @@ def on_this_machine(line: str, port: int) -> str:
 @pytest.mark.parametrize("num_machines", [1, 2])
 def test_the_commands_train_as_one_device(tmp_path: Path, truth: dict[str, Any], num_machines: int) -> None:
     """The README's script under its commands ends on all four ranks where one device ends, two agents included."""
-    config_of(4, "dp", split=SPLIT).save(tmp_path / "runs" / "split" / "split.json")
-    (tmp_path / "train.py").write_text(BEFORE + blocks_of(SECTION)[0] + loop() + AFTER)
+    write_script(tmp_path)
     chosen = [line for line in commands() if ("--nnodes 2" in line) == (num_machines == 2)]
     assert len(chosen) == num_machines
     port = free_port()
     run_all([on_this_machine(line, port) for line in chosen], tmp_path)
+    check_trained(tmp_path, truth)
+
+
+def test_accelerate_starts_the_same_script(tmp_path: Path, truth: dict[str, Any]) -> None:
+    """``accelerate launch`` sets what torchrun does: the script is the README's, and ends where one device ends."""
+    write_script(tmp_path)
+    options = "--num_machines 1 --mixed_precision no --dynamo_backend no"
+    line = f"accelerate launch --multi_gpu --num_processes 4 {options} --main_process_port {free_port()} train.py"
+    run_all([line], tmp_path, of_each=[{"HF_HOME": str(tmp_path)}])
+    check_trained(tmp_path, truth)
+
+
+def test_what_srun_sets_is_enough(tmp_path: Path, truth: dict[str, Any]) -> None:
+    """Scripts for Slurm give its rank to init_process_group: nothing else says who is who."""
+    start = "torch.distributed.init_process_group()"
+    given = (
+        'torch.distributed.init_process_group("gloo", init_method="env://", rank=int(os.environ["SLURM_PROCID"]),\n'
+        '                                     world_size=int(os.environ["SLURM_NTASKS"]))'
+    )
+    write_script(tmp_path, replaced={start: given, "'RANK'": "'SLURM_PROCID'"})
+    port = str(free_port())
+    tasks = [
+        {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank % 2),
+            "SLURM_NODEID": str(rank // 2),
+            "SLURM_NTASKS": "4",
+            "SLURM_JOB_NUM_NODES": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for rank in range(4)
+    ]
+    run_all([f"{sys.executable} train.py"] * 4, tmp_path, of_each=tasks)
+    check_trained(tmp_path, truth)
+
+
+def write_script(folder: Path, *, replaced: Mapping[str, str] | None = None) -> None:
+    """The README's script and the config it loads, in `folder`."""
+    config_of(4, "dp", split=SPLIT).save(folder / "runs" / "split" / "split.json")
+    script = BEFORE + blocks_of(SECTION)[0] + loop() + AFTER
+    for old, new in (replaced or {}).items():
+        assert old in script
+        script = script.replace(old, new)
+    (folder / "train.py").write_text(script)
+
+
+def check_trained(folder: Path, truth: dict[str, Any]) -> None:
+    """Every rank ended with one device's parameters."""
     for rank in range(4):
-        state = torch.load(tmp_path / f"state{rank}.pt")
+        state = torch.load(folder / f"state{rank}.pt")
         assert state.keys() == {f"module.{name}" for name in truth} or state.keys() == truth.keys()
         for name, value in state.items():
             torch.testing.assert_close(value, truth[name.removeprefix("module.")], rtol=0, atol=1e-12)

@@ -77,6 +77,32 @@ def test_a_stand_in_is_there_only_where_a_rank_has_no_sample(case: tuple[BatchSp
             assert part.positions_to_load == (*part.positions, part.stand_in)
 
 
+def fits_without_a_single(num_samples: int, shards: tuple[int, ...]) -> bool:
+    """Whether ranks that take none, or from 2 up to their share, can take as many samples, by trying all."""
+    sums = {0}
+    for shard in shards:
+        sums = {total + own for total in sums for own in (0, *range(2, shard + 1))}
+    return num_samples in sums
+
+
+@given(case=splits_and_samples())
+@example(case=(BatchSplit(global_batch_size=8, accumulation_steps=1, shard_sizes=(4, 4)), 2))
+def test_a_short_micro_batch_leaves_no_rank_a_single_sample(case: tuple[BatchSplit, int]) -> None:
+    """BatchNorm has no variance of one: where no tuned share is 1, no rank has 1, unless no other way is left."""
+    split, num_samples = case
+    dealt = parts(split, num_samples)
+    for number, size in enumerate(micro_batch_sizes_of(num_samples, split)):
+        if 1 not in split.shard_sizes and fits_without_a_single(size, split.shard_sizes):
+            assert 1 not in [part.sizes[number] for part in dealt]
+
+
+@pytest.mark.parametrize("num_samples", [7, 14])
+def test_tuned_shares_of_one_sample_stay(num_samples: int) -> None:
+    """Every full micro-batch has the shares that were tuned, those of 1 as well."""
+    split = BatchSplit(global_batch_size=14, accumulation_steps=2, shard_sizes=(1, 3, 3))
+    assert {part.sizes for part in parts(split, num_samples)} == {(1,) * (num_samples // 7), (3,) * (num_samples // 7)}
+
+
 @pytest.mark.parametrize(
     ("num_samples", "rank", "complaint"),
     [

@@ -8,6 +8,7 @@ from splittune.hardware.virtual import VirtualHardware
 from splittune.hardware.virtual.catalog import GpuModel
 from splittune.hardware.virtual.ring import bucket_sizes
 from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, Measurement
+from splittune.ranks.batch_norm import normalises_by_rank
 from splittune.runners.base import DeviceSnapshot, JobFacts
 from splittune.runners.modelled_ranks.kinds import CardKind
 from splittune.runners.modelled_ranks.zero import OptimizerState
@@ -34,6 +35,8 @@ class OneCardTrials:
         """Bytes of each bucket that the ranks add up."""
         self.buffer_bytes = sum(buffer.nbytes for buffer in task.model.buffers())
         """Bytes that rank 0 gives the others before a step: BatchNorm's running statistics."""
+        self.normalises_alone = any(normalises_by_rank(module) for module in task.model.modules())
+        """Whether a BatchNorm layer has the statistics of each rank's own samples, rather than of all ranks'."""
         self.optimizer_state = OptimizerState(task)
         self._first = ShapeRunner(task, self._hardware_of(hardware.gpus[0], hardware.occupied_bytes[0]))
         self._runners: dict[tuple[GpuModel, int], ShapeRunner] = {}

@@ -48,7 +48,7 @@ def balanced_totals(num_samples: int, kinds: Sequence[CardTimes], *, least: int 
         return None
 
     def shares_within(time_s: float) -> list[int]:
-        return [_largest(kind, time_s, least, cap) for kind, cap in zip(kinds, most, strict=True)]
+        return [largest_within(kind, time_s, least=least, most=cap) for kind, cap in zip(kinds, most, strict=True)]
 
     def total_of(shares: Sequence[int]) -> int:
         return sum(kind.count * share for kind, share in zip(kinds, shares, strict=True))
@@ -67,7 +67,7 @@ def _longest_s(kind: CardTimes, most: int) -> float:
     return kind.time_s(most)
 
 
-def _largest(kind: CardTimes, time_s: float, least: int, most: int) -> int:
+def largest_within(kind: CardTimes, time_s: float, *, least: int = 0, most: int) -> int:
     """The largest share from `least` to `most` that the kind can do in that time; `least` where there is none."""
     low, high = least, most
     while low < high:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from splittune.errors import NoFeasibleSplitError
-from splittune.profiling.measurement import Outcome
+from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.by_kind.study import FoundByKind, SharesByKind, find_by_kind
+from splittune.split import BatchSplit
 from tests.search.by_kind.cards import Line, LinedRanks, least_time_s
 
 # Seconds a sample of GPT-2's kind: 20 ms that launches take, and what a card's peak makes of the rest.
@@ -105,3 +107,29 @@ def test_as_many_trials_as_asked_for_at_most() -> None:
         result = found_on(LinedRanks(GPT_LIKE), 2**17, max_trials=max_trials).result
         assert sum(trial.kind == "search" for trial in result.trials) <= max(2, max_trials)
         assert result.best.outcome is Outcome.OK
+
+
+def test_shares_that_do_not_fit_are_no_rival_of_more_steps() -> None:
+    """What ran beyond the demanded headroom was faster than all that fits: more steps are measured nevertheless."""
+
+    class Tight(LinedRanks):
+        """A card of the first kind keeps no headroom with 40 samples and more, though it runs and is timed."""
+
+        def _measured(self, split: BatchSplit, cards: Sequence[Line]) -> Measurement:
+            run = super()._measured(split, cards)
+            pairs = zip(cards, split.shard_sizes, strict=True)
+            if run.outcome is Outcome.OK and any(card is self.kinds[0] and 40 <= share < 45 for card, share in pairs):
+                return replace(run, outcome=Outcome.NO_HEADROOM)
+            return run
+
+    kinds = (Line(1, 0.001, 0.001, most=45), Line(1, 0.001, 0.01, most=1000))
+    result = found_on(Tight(kinds), 48).result
+    assert result.best.outcome is Outcome.OK
+    assert result.best.split.accumulation_steps > 1
+
+
+def test_steps_are_tried_until_no_card_is_full() -> None:
+    """The slow cards hold most: 50 steps would do, and only with 167 the fast one is busy for as long as they are."""
+    ranks = LinedRanks([Line(1, 0.0, 0.001, most=10), Line(1, 0.0, 0.002, most=40)])
+    result = found_on(ranks, 2500).result
+    assert (result.best.step_time_s or 1e9) <= 1.02 * least_time_s(2500, ranks.kinds)
