@@ -15,7 +15,7 @@ from splittune.report.capacity.row import LargestMicroBatch
 from splittune.report.words import rate_of, shape_of
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.modelled_ranks.kinds import CardKind, kinds_of
-from splittune.runners.modelled_ranks.one_card import OneCardTrials
+from splittune.runners.modelled_ranks.one_card import CardTrials, OneCardTrials
 from splittune.runners.modelled_ranks.step import RankTrials
 from splittune.search.by_kind.study import FoundByKind, SharesByKind, find_by_kind
 from splittune.split import BatchSplit, SplitSpace
@@ -33,9 +33,9 @@ def virtual_cards(devices: Devices, strategy: StrategyChoice) -> VirtualHardware
     hardware = resolve_hardware(devices, max_devices=MAX_RANKS if strategy == "ddp" else MAX_DEVICES)
     if not isinstance(hardware, VirtualHardware):
         raise ConfigError(
-            f'strategy is "{strategy}" on real cards: tuning inside a distributed job is not there yet. Foretell it '
-            f'with plan(task, "4xRTX3090", strategy="{strategy}"), for virtual cards of the same kinds, and train '
-            "under the config that is planned."
+            f'strategy is "{strategy}" on real cards, in one process: expected a process for each card. Start them, as '
+            'with torchrun, and call autotune(..., strategy="ddp") on every rank of their process group. To foretell '
+            f'it without cards, plan(task, "4xRTX3090", strategy="{strategy}").'
         )
     return hardware
 
@@ -96,7 +96,7 @@ class TunedRanks:
 
 
 def tune_ranks(
-    cards: OneCardTrials,
+    cards: CardTrials,
     hardware: VirtualHardware,
     options: SearchOptions,
     callback: TuneCallback,
@@ -134,7 +134,7 @@ def tune_ranks(
 
 
 def _search(
-    cards: OneCardTrials,
+    cards: CardTrials,
     hardware: VirtualHardware,
     kinds: tuple[CardKind, ...],
     global_batch_size: int,

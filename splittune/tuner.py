@@ -121,9 +121,10 @@ def autotune(
             loss_fn)``; "either" searches both, half the trials each, and the config says which won.
         shares: "gpu0" searches GPU 0's share and spreads the rest evenly, "each" every card's own;
             "auto" takes the first where the other cards are alike, the second where they are not.
-        strategy: "dp" for one process with a replica on each card; on virtual cards also "ddp", a rank of
-            DistributedDataParallel for each, or "either", the faster of both. Real cards are not tuned in ranks yet:
-            `plan` foretells it.
+        strategy: "dp" for one process with a replica on each card; "ddp" for a rank of DistributedDataParallel for
+            each. Called on every rank of a process group, with "ddp", it is a collective: each rank measures its own
+            card, the real one of its LOCAL_RANK or its place among virtual ones, and all have the same result. In one
+            process, on virtual cards, "ddp" models the ranks, and "either" gives the faster of both.
         sampler: "guided" by models of memory and time, which provokes no OOM that they can foresee;
             "tpe", "gp", "random" and "grid" are there to compare.
         seed: for samplers that draw.
@@ -131,13 +132,15 @@ def autotune(
             the job anew: one that is killed, aborts or hangs is a crashed trial, and the search
             goes on. This process then touches no device.
         trial_timeout_s: seconds after which a trial in a process of its own counts as hung; those
-            in whole steps may take as many times that as they accumulate.
+            in whole steps may take as many times that as they accumulate. On ranks, for how long any of them waits for
+            the others at most.
         progress: show what is being measured.
 
     Raises:
         NoFeasibleSplitError: nothing fits; the message says which device lacked how much.
         ConfigError, DeviceError: the job or the devices cannot be used.
         WorkerError: the process that runs the trials could not be kept alive.
+        RanksError: a rank was lost, or has not come in time.
     """
     parts: dict[str, Any] = {
         "loader": loader,
@@ -165,11 +168,20 @@ def autotune(
                 f'isolation is {isolation!r} with strategy="{strategy}": expected None, for this process.'
             )
         # imported late: it stands on this module
+        from splittune.collective import is_collective, is_leader, tune_together
         from splittune.modelled_ddp import tune_by_strategy, virtual_cards
 
-        hardware = virtual_cards(devices, strategy)
-        task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
-        result = tune_by_strategy(task, hardware, options, callback_for(progress), strategy=strategy)
+        def make_task() -> TrainingTask:
+            return TrainingTask(module, **parts, global_batch_size=global_batch_size)
+
+        if is_collective():
+            callback = callback_for(progress and is_leader())
+            result = tune_together(make_task, devices, options, callback, strategy=strategy, wait_s=trial_timeout_s)
+            if not is_leader():  # the notes are said once
+                return result
+        else:
+            hardware = virtual_cards(devices, strategy)
+            result = tune_by_strategy(make_task(), hardware, options, callback_for(progress), strategy=strategy)
     else:
         runner: Runner
         if isolation == "process":
@@ -186,7 +198,7 @@ def autotune(
     return result
 
 
-def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> TuneResult:
+def tune(runner: Runner, options: SearchOptions, callback: TuneCallback, *, strategy: Strategy = "dp") -> TuneResult:
     """`autotune` for a job wherever its trials run: profile, search, confirm, and leave the job as it was found.
 
     On real cards the winner and the baseline are then foretold as a plan would have it, to be compared.
@@ -223,7 +235,7 @@ def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> Tune
                 max_trials=options.max_trials_each,
                 timeout_s=options.timeout_each_s,
                 storage=options.storage,
-                study_name=_study_name(job, placement),
+                study_name=_study_name(job, placement, strategy),
                 seed=options.seed,
                 sampler=options.sampler,
                 min_headroom_bytes=headroom,
@@ -237,7 +249,7 @@ def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> Tune
             runner.close()
         finally:
             callback.on_end()
-    return result_of(found, job, headroom, seed=options.seed, foretold=foretold)
+    return result_of(found, job, headroom, seed=options.seed, foretold=foretold, strategy=strategy)
 
 
 def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequence[LossPlacement]) -> SearchResult:
@@ -263,11 +275,11 @@ def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequen
     return replace(results[0], best=best, warnings=tuple(warnings))
 
 
-def _study_name(job: JobFacts, placement: LossPlacement) -> str:
+def _study_name(job: JobFacts, placement: LossPlacement, strategy: Strategy) -> str:
     """Names the job and its devices, so that a storage never answers for another one."""
     cards = job.cards.spec or "+".join(device.name for device in job.cards.devices)
     loss = "" if placement == "output" else ", loss in the replicas"
-    return f"{job.title}{loss} on {cards}"
+    return f"{job.title}{loss} on {'ranks with ' if strategy == 'ddp' else ''}{cards}"
 
 
 def _refuse_parts(parts: dict[str, Any]) -> None:
@@ -318,4 +330,5 @@ def result_of(
         warnings=found.warnings,
         notes=tuple(note for note in (no_mean, slow) if note is not None),
         foretold=foretold,
+        nodes=job.nodes,
     )

@@ -135,12 +135,17 @@ def trials_table(
 
 
 def devices_table(
-    trials: Iterable[TrialRecord], *, devices: Sequence[Device] = (), foretold: Foretold | None = None
+    trials: Iterable[TrialRecord],
+    *,
+    devices: Sequence[Device] = (),
+    foretold: Foretold | None = None,
+    nodes: Sequence[str] = (),
 ) -> pd.DataFrame:
     """One row a trial and device, in the order given; what was not measured is an empty cell.
 
     `devices` gives the names and is the hardware's; without it the names are empty cells. `foretold` is what a plan for
-    real cards said of some of the splits.
+    real cards said of some of the splits. `nodes` are the machines of ranks, where the trials ran in
+    those on real cards. Two columns are added then: `rank`, which had the device, and `node`, its machine's name.
 
     | column | unit | meaning |
     |---|---|---|
@@ -168,7 +173,11 @@ def devices_table(
     kernels' own times.
     """
     names, foretold = {device.index: device.name for device in devices}, foretold or Foretold()
-    return frame_of([row for trial in trials for row in _device_rows(trial, names, foretold)], _DEVICES_TYPES)
+    types = _DEVICES_TYPES | {"rank": "Int64", "node": "string"} if nodes else _DEVICES_TYPES
+    rows = [row for trial in trials for row in _device_rows(trial, names, foretold)]
+    if nodes:
+        rows = [row | {"rank": row["device"], "node": nodes[row["device"]]} for row in rows]
+    return frame_of(rows, types)
 
 
 def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
