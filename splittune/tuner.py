@@ -317,4 +317,5 @@ def result_of(
         warnings=found.warnings,
         notes=tuple(note for note in (no_mean, slow) if note is not None),
         foretold=foretold,
+        job=job.title,
     )

@@ -11,6 +11,7 @@ from splittune.cli.console import EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_NO_FEASI
 from splittune.cli.demo import demo
 from splittune.cli.devices import devices
 from splittune.cli.plan import plan
+from splittune.cli.report import report
 from splittune.cli.tune import tune
 from splittune.cli.verify import verify
 from splittune.errors import NoFeasibleSplitError, SplittuneError, WorkerError
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (tune, plan, verify, demo, devices):
+for command in (tune, plan, verify, report, demo, devices):
     app.command()(command)
 
 

@@ -37,6 +37,10 @@ class MemoryParts:
     """Neither: parameters, gradients, optimizer state."""
     update_peak_bytes: int | None = None
     """Peak of the optimizer's update where that is the higher one; no split changes it."""
+    parameter_bytes: int | None = None
+    """Of `fixed_bytes` the parameters and buffers; None where the model's size is not known."""
+    gradient_bytes: int | None = None
+    """Of `fixed_bytes` the gradients; None where the model's size is not known."""
 
 
 def memory_parts(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryParts, ...]:

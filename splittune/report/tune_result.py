@@ -15,17 +15,17 @@ from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import Measurement
 from splittune.report.diagnosis import Diagnosis, diagnose
 from splittune.report.explain import facts_of, paragraph_of, remedy_of, risks_of
+from splittune.report.files import CONFIG_FILE, DEVICES_FILE, EXPLANATION_FILE, RESULT_FILE, TRIALS_FILE
 from splittune.report.foretold import describe_foretold
+from splittune.report.memory_parts import MemoryParts, memory_parts
+from splittune.report.page import save_report
 from splittune.report.ranks import parts_of_ranks, why_ranks
+from splittune.report.result_file import Found
 from splittune.report.tables import devices_table, save_csv, trials_table
 from splittune.report.words import describe_model_error
 from splittune.search import Trial
 from splittune.search.result import speedup_over
 
-CONFIG_FILE = "split.json"
-TRIALS_FILE = "trials.csv"
-DEVICES_FILE = "devices.csv"
-EXPLANATION_FILE = "explanation.txt"
 # Columns of the explanation's file, as any terminal shows them. A choice.
 EXPLANATION_WIDTH = 100
 
@@ -52,6 +52,8 @@ class TuneResult:
     foretold: Foretold | None = None
     """What a plan for these cards said of `best` and `baseline`: modelled, beside what was measured. None where the
     cards are virtual."""
+    job: str = ""
+    """What was trained, ``"ByteGPT of 812800 parameters"``; empty where nobody said."""
 
     @property
     def speedup(self) -> float | None:
@@ -90,18 +92,38 @@ class TuneResult:
         return " ".join((paragraph_of(diagnosis), *beside, *risks, *self.notes, *self.warnings))
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``split.json``, ``trials.csv``, ``devices.csv`` and ``explanation.txt``.
+        """Write ``split.json``, ``trials.csv``, ``devices.csv``, ``explanation.txt``, ``result.json``, ``report.html``.
 
-        `folder` is made if missing.
+        `folder` is made if missing. The last is for people, and is made from the others: any browser shows it.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
         self.config.save(Path(folder) / CONFIG_FILE)
         write_atomically(Path(folder) / EXPLANATION_FILE, textwrap.fill(self.explanation, EXPLANATION_WIDTH) + "\n")
-        return save_tables(
+        write_atomically(Path(folder) / RESULT_FILE, self._found().to_text())
+        save_tables(
             folder, self.trials, self.config.devices, is_modelled=self.config.is_modelled, foretold=self.foretold
         )
+        save_report(folder)
+        return Path(folder)
+
+    def _found(self) -> Found:
+        return Found(
+            best=self.best,
+            baseline=self.baseline,
+            best_parts=self._parts_of(self.best),
+            baseline_parts=() if self.baseline is None else self._parts_of(self.baseline),
+            job=self.job,
+            stopped=self.stopped,
+            explanation=self.explanation,
+            remedy=self.remedy,
+        )
+
+    def _parts_of(self, run: Measurement) -> tuple[MemoryParts, ...]:
+        if not run.memory:
+            return ()
+        return (parts_of_ranks if self.config.strategy == "ddp" else memory_parts)(self.trials, run)
 
 
 def save_tables(

@@ -1,0 +1,80 @@
+"""Tables of a page: every number that its pictures show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from splittune.report.page.markup import Markup, tag
+from splittune.report.page.memory import NAMES, CardMemory, alike
+from splittune.report.page.picture import cut
+from splittune.report.page.search import WHAT_FAILED, listed, rate_text
+from splittune.report.page.source import TrialRow
+from splittune.report.words import gpus
+from splittune.units import format_bytes, format_time
+
+# Characters of a trial's reason and message; the whole stands in trials.csv. A choice.
+_MOST_WORDS = 150
+
+
+def table(caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[tuple[Sequence[str], bool]]) -> Markup:
+    """`heads` are names and classes: "n" for numbers, "w" for long text. A row is its cells, and whether to mark it.
+
+    On a phone each row becomes a block, its cells named.
+    """
+    return tag(
+        "table",
+        tag("caption", caption),
+        tag("thead", tag("tr", *(tag("th", name, class_=kind or None, scope="col") for name, kind in heads))),
+        tag(
+            "tbody",
+            *(
+                tag("tr", *(tag("td", cell, class_=kind or None, data_l=name)
+                            for cell, (name, kind) in zip(cells, heads, strict=True)),
+                    class_="best" if marked else None)
+                for cells, marked in rows
+            ),
+        ),
+        class_="stack",
+    )  # fmt: skip
+
+
+def memory_table(caption: str, cards: Sequence[CardMemory]) -> Markup:
+    """A row for every group of like cards: the figures of the first of them."""
+    kinds = [kind for kind in NAMES if any(kind == each for card in cards for each, _ in card.parts)]
+    heads = [("card", ""), ("samples", "n"), *((NAMES[kind], "n") for kind in kinds)]
+    heads += [("left free", "n"), ("must stay free", "n"), ("in all", "n")]
+    rows = []
+    for group in alike([*cards]):
+        card = cards[group[0]]
+        sizes = dict(card.parts)
+        figures = [format_bytes(sizes[kind]) if kind in sizes else "" for kind in kinds]
+        last = (card.memory.headroom_bytes, card.demanded_bytes, card.memory.total_bytes)
+        name = f"{gpus(group)}, {cut(card.device.name, 60)}"
+        rows.append(([name, str(card.samples), *figures, *(format_bytes(size) for size in last)], False))
+    return table(caption, heads, rows)
+
+
+def trials_table(trials: Sequence[TrialRow], best: TrialRow | None) -> Markup:
+    """A row for every trial, in the order of the search."""
+    heads = [("trial", "n"), ("steps", "n"), ("samples per GPU", "w"), ("samples/s", "n"), ("step", "n"),
+             ("± (95 %)", "n"), ("least left", "n"), ("result", ""), ("why it was tried", "w")]  # fmt: skip
+    has_error = any(row.relative_error for row in trials)
+    has_replicas = any(row.loss_placement == "replica" for row in trials)
+    rows = []
+    for row in trials:
+        where = ", loss in the replicas" if has_replicas and row.loss_placement == "replica" else ""
+        said = f"{row.reason}. {row.message}" if row.message and row.reason else row.reason or row.message
+        cells = [
+            str(row.number),
+            str(row.accumulation_steps),
+            f"{listed(row)}{where}",
+            rate_text(row.throughput),
+            "" if row.step_time_s is None else format_time(row.step_time_s),
+            f"{row.relative_error:.1%}" if row.relative_error else "",
+            "" if row.least_headroom_bytes is None else format_bytes(row.least_headroom_bytes),
+            WHAT_FAILED[row.outcome],
+            cut(said, _MOST_WORDS),
+        ]
+        rows.append((cells if has_error else [*cells[:5], *cells[6:]], best is not None and row.shape == best.shape))
+    shown = heads if has_error else [*heads[:5], *heads[6:]]
+    return table("Every trial; more of each, and of every card, in trials.csv and devices.csv.", shown, rows)
