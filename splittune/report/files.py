@@ -1,4 +1,4 @@
-"""The names of the files in a folder that a search writes."""
+"""The names of the files in a folder that a search or a plan writes."""
 
 from __future__ import annotations
 
@@ -8,3 +8,5 @@ DEVICES_FILE = "devices.csv"
 EXPLANATION_FILE = "explanation.txt"
 RESULT_FILE = "result.json"
 REPORT_FILE = "report.html"
+CAPACITY_FILE = "capacity.csv"
+PICTURE_FILE = "capacity.png"

@@ -19,7 +19,7 @@ from splittune.report.memory_parts import MemoryParts
 
 SCHEMA = 1
 AGAIN = "Tune again, or restore the folder as `splittune tune` left it."
-_WORDS = ("job", "stopped", "explanation", "remedy")
+_WORDS = ("job", "stopped", "remedy", "explanation", "foretold")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,18 @@ class Found:
     """``"ByteGPT of 812800 parameters"``."""
     stopped: str = ""
     """Why the search ended, as `TuneResult.stopped` has it."""
-    explanation: str = ""
+    facts: tuple[str, ...] = ()
+    """What matters most, a sentence or two each."""
     remedy: str = ""
+    explanation: str = ""
+    foretold: str = ""
+    """What a plan for these cards said, beside what was measured; empty where there is none."""
 
     def to_text(self) -> str:
         """As JSON that ends in a newline."""
         data: dict[str, Any] = {"schema": SCHEMA, **{name: getattr(self, name) for name in _WORDS}}
         data |= {
+            "facts": list(self.facts),
             "best": self.best.to_dict(),
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
             "best_parts": [asdict(parts) for parts in self.best_parts],
@@ -67,6 +72,7 @@ class Found:
                     baseline=None if baseline is None else Measurement.from_dict(baseline),
                     best_parts=_parts(data["best_parts"]),
                     baseline_parts=_parts(data["baseline_parts"]),
+                    facts=tuple(map(str, data["facts"])),
                     **{name: str(data[name]) for name in _WORDS},
                 )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -7,7 +7,7 @@ else.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +15,7 @@ import pandas as pd
 
 from splittune.config.files import write_atomically
 from splittune.profiling.foretold import Foretold
+from splittune.report.memory_parts import MemoryParts
 
 if TYPE_CHECKING:
     from splittune.hardware.base import Device, DeviceMemory
@@ -82,6 +83,12 @@ _DEVICES_TYPES = {
     "update_peak_bytes": "Int64",
     "single_step_peak_bytes": "Int64",
     "resting_bytes": "Int64",
+    "share_bytes": "Int64",
+    "whole_batch_bytes": "Int64",
+    "fixed_bytes": "Int64",
+    "parameter_bytes": "Int64",
+    "optimizer_bytes": "Int64",
+    "reserve_bytes": "Int64",
     "busy_s": "Float64",
     "outcome": "string",
 }
@@ -135,12 +142,16 @@ def trials_table(
 
 
 def devices_table(
-    trials: Iterable[TrialRecord], *, devices: Sequence[Device] = (), foretold: Foretold | None = None
+    trials: Iterable[TrialRecord],
+    *,
+    devices: Sequence[Device] = (),
+    foretold: Foretold | None = None,
+    parts: Callable[[Measurement], Sequence[MemoryParts]] | None = None,
 ) -> pd.DataFrame:
     """One row a trial and device, in the order given; what was not measured is an empty cell.
 
     `devices` gives the names and is the hardware's; without it the names are empty cells. `foretold` is what a plan for
-    real cards said of some of the splits.
+    real cards said of some of the splits, and `parts` says what the peaks of a measurement are made of.
 
     | column | unit | meaning |
     |---|---|---|
@@ -159,8 +170,18 @@ def devices_table(
     | `update_peak_bytes` | bytes | peak allocated in the optimizer's update alone |
     | `single_step_peak_bytes` | bytes | the same of a step of one micro-batch: no gradients wait |
     | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes |
+    | `share_bytes` | bytes | of the peak, derived: grows with the device's own share: activations |
+    | `whole_batch_bytes` | bytes | derived: grows with the whole micro-batch: outputs and loss on GPU 0 |
+    | `fixed_bytes` | bytes | derived: the rest of the peak in forward and backward, which no batch size changes |
+    | `parameter_bytes` | bytes | of `fixed_bytes`: parameters and buffers, a size of the model |
+    | `optimizer_bytes` | bytes | of `fixed_bytes`, derived: what rests there besides parameters and gradients |
+    | `reserve_bytes` | bytes | peak reserved - peak allocated, both as read: what torch's allocator keeps besides |
     | `busy_s` | s | median time of a micro-step in which the device worked; see below |
     | `outcome` | | the trial's outcome, as in `trials.csv` |
+
+    What is called derived follows from how peaks grow with shares and micro-batches over all trials (`memory_parts`);
+    it is empty where these do not tell, and in the tables of a search that was interrupted. The other bytes are read:
+    from torch's allocator and NVML on real cards, accounted operation by operation on modelled ones.
 
     A real card's `busy_s` is the time from its first kernel to its last, in forward and in
     backward. The gaps between them, in which it waits for the host to launch the next, are among
@@ -168,7 +189,12 @@ def devices_table(
     kernels' own times.
     """
     names, foretold = {device.index: device.name for device in devices}, foretold or Foretold()
-    return frame_of([row for trial in trials for row in _device_rows(trial, names, foretold)], _DEVICES_TYPES)
+    rows = [
+        row
+        for trial in trials
+        for row in _device_rows(trial, names, foretold, () if parts is None else parts(trial.measurement))
+    ]
+    return frame_of(rows, _DEVICES_TYPES)
 
 
 def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
@@ -218,10 +244,13 @@ def _trial_row(trial: TrialRecord, is_modelled: bool | None, foretold: Foretold)
     }
 
 
-def _device_rows(trial: TrialRecord, names: Mapping[int, str], foretold: Foretold) -> list[dict[str, Any]]:
+def _device_rows(
+    trial: TrialRecord, names: Mapping[int, str], foretold: Foretold, parts: Sequence[MemoryParts]
+) -> list[dict[str, Any]]:
     measurement, planned = trial.measurement, foretold.of(trial.measurement)
     planned_of = {} if planned is None else {memory.device: memory for memory in planned.memory}
     memory_of = {memory.device: memory for memory in measurement.memory}
+    parts_of = {part.device: part for part in parts}
     busy_s = measurement.device_busy_s
     return [
         {
@@ -231,6 +260,7 @@ def _device_rows(trial: TrialRecord, names: Mapping[int, str], foretold: Foretol
             "shard_size": shard_size,
             **_memory_cells(memory_of.get(device)),
             **_planned_cells(planned_of.get(device)),
+            **_parts_cells(parts_of.get(device)),
             "busy_s": None if busy_s is None else busy_s[device],
             "outcome": measurement.outcome.value,
         }
@@ -250,7 +280,18 @@ def _memory_cells(memory: DeviceMemory | None) -> dict[str, int | None]:
         "single_step_peak_bytes",
         "resting_bytes",
     )
-    return {cell: None if memory is None else getattr(memory, cell) for cell in cells}
+    reserve = None if memory is None else memory.peak_reserved_bytes - memory.peak_allocated_bytes
+    return {cell: None if memory is None else getattr(memory, cell) for cell in cells} | {"reserve_bytes": reserve}
+
+
+def _parts_cells(parts: MemoryParts | None) -> dict[str, int | None]:
+    return {
+        "share_bytes": None if parts is None else parts.per_share_bytes,
+        "whole_batch_bytes": None if parts is None else parts.whole_batch_bytes,
+        "fixed_bytes": None if parts is None else parts.fixed_bytes,
+        "parameter_bytes": None if parts is None else parts.parameter_bytes,
+        "optimizer_bytes": None if parts is None else parts.optimizer_bytes,
+    }
 
 
 def _planned_cells(planned: DeviceMemory | None) -> dict[str, int | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from splittune.report.diagnosis import Diagnosis, diagnose
 from splittune.report.explain import facts_of, paragraph_of, remedy_of, risks_of
 from splittune.report.files import CONFIG_FILE, DEVICES_FILE, EXPLANATION_FILE, RESULT_FILE, TRIALS_FILE
 from splittune.report.foretold import describe_foretold
-from splittune.report.memory_parts import MemoryParts, memory_parts
-from splittune.report.page import save_report
+from splittune.report.memory_parts import MemoryParts
+from splittune.report.page import save_search_report
 from splittune.report.ranks import parts_of_ranks, why_ranks
 from splittune.report.result_file import Found
+from splittune.report.state_parts import ModelBytes, PartsOfTrials
 from splittune.report.tables import devices_table, save_csv, trials_table
 from splittune.report.words import describe_model_error
 from splittune.search import Trial
@@ -54,6 +55,8 @@ class TuneResult:
     cards are virtual."""
     job: str = ""
     """What was trained, ``"ByteGPT of 812800 parameters"``; empty where nobody said."""
+    model: ModelBytes | None = None
+    """What the model takes once; None where nobody said."""
 
     @property
     def speedup(self) -> float | None:
@@ -103,27 +106,34 @@ class TuneResult:
         write_atomically(Path(folder) / EXPLANATION_FILE, textwrap.fill(self.explanation, EXPLANATION_WIDTH) + "\n")
         write_atomically(Path(folder) / RESULT_FILE, self._found().to_text())
         save_tables(
-            folder, self.trials, self.config.devices, is_modelled=self.config.is_modelled, foretold=self.foretold
+            folder,
+            self.trials,
+            self.config.devices,
+            is_modelled=self.config.is_modelled,
+            foretold=self.foretold,
+            parts=self._parts.of,
         )
-        save_report(folder)
+        save_search_report(folder)
         return Path(folder)
 
+    @property
+    def _parts(self) -> PartsOfTrials:
+        return PartsOfTrials(self.trials, self.config.strategy, self.model)
+
     def _found(self) -> Found:
+        parts = self._parts
         return Found(
             best=self.best,
             baseline=self.baseline,
-            best_parts=self._parts_of(self.best),
-            baseline_parts=() if self.baseline is None else self._parts_of(self.baseline),
+            best_parts=parts.of(self.best),
+            baseline_parts=() if self.baseline is None else parts.of(self.baseline),
             job=self.job,
             stopped=self.stopped,
-            explanation=self.explanation,
+            facts=self.facts,
             remedy=self.remedy,
+            explanation=self.explanation,
+            foretold="" if self.foretold is None else describe_foretold(self.foretold, self.best),
         )
-
-    def _parts_of(self, run: Measurement) -> tuple[MemoryParts, ...]:
-        if not run.memory:
-            return ()
-        return (parts_of_ranks if self.config.strategy == "ddp" else memory_parts)(self.trials, run)
 
 
 def save_tables(
@@ -133,9 +143,10 @@ def save_tables(
     *,
     is_modelled: bool,
     foretold: Foretold | None = None,
+    parts: Callable[[Measurement], Sequence[MemoryParts]] | None = None,
 ) -> Path:
     """Write ``trials.csv`` and ``devices.csv``: those of a search that was interrupted, too."""
     trials = list(trials)
     save_csv(trials_table(trials, is_modelled=is_modelled, foretold=foretold), Path(folder) / TRIALS_FILE)
-    save_csv(devices_table(trials, devices=devices, foretold=foretold), Path(folder) / DEVICES_FILE)
+    save_csv(devices_table(trials, devices=devices, foretold=foretold, parts=parts), Path(folder) / DEVICES_FILE)
     return Path(folder)

@@ -74,6 +74,10 @@ class JobFacts:
     """What would make it faster."""
     no_replica_loss: str | None = None
     """Why the loss cannot be placed in the replicas, though either placement was asked for; None where it can."""
+    parameter_bytes: int | None = None
+    """Of the model's parameters and buffers."""
+    gradient_bytes: int | None = None
+    """Of the parameters that are trained."""
 
     @classmethod
     def of(cls, task: TrainingTask, samples: SampleBatch, hardware: DeviceView) -> JobFacts:
@@ -89,6 +93,8 @@ class JobFacts:
             cards=DeviceSnapshot.of(hardware),
             loader_samples_per_s=None if hardware.is_modelled else measure_loader_rate(task.loader),
             loader_advice=what_to_set(task.loader),
+            parameter_bytes=sum(one.nbytes for one in (*task.model.parameters(), *task.model.buffers())),
+            gradient_bytes=sum(one.nbytes for one in task.model.parameters() if one.requires_grad),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from html import escape
 
 # Characters that XML 1.0 cannot hold, and browsers show as boxes: control characters but for white space.
-_NO_TEXT = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(9), 11, 12, *range(14, 32), 127)}
+_NO_TEXT = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127), "�")
 _VOID = frozenset({"br", "hr", "meta", "col"})
 
 

@@ -17,17 +17,28 @@ from splittune.units import format_bytes
 NAMES = {
     "others": "other programs, CUDA context",
     "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer, rest that no batch changes",
+    "optimizer": "optimizer state",
+    "gradients": "gradients and the rest that no batch changes",
     "fixed": "parameters, gradients, optimizer",
-    "whole": "outputs and loss of all shares",
+    "whole": "outputs and loss of the whole micro-batch",
     "share": "activations of its share",
     "job": "this job",
     "reserve": "allocator's reserve, update",
 }
+SHORT = {
+    "others": "others",
+    "gradients": "gradients, rest",
+    "whole": "outputs, loss",
+    "share": "activations",
+    "fixed": "fixed",
+    "reserve": "reserve",
+}
 FREE = ("track", "free")
 NEED = ("need", "must stay free")
-_DARK_TEXT = frozenset({"whole", "gradients", "reserve"})
+# Ink on a part, where it is not white in light and dark in the dark.
+_INK = {"whole": "dark", "gradients": "dark", "reserve": "dark"}
+# A card of which others leave less than this part has theirs left out of its bar: else nothing could be seen. A choice.
+_CROWDED = 0.1
 # A part that takes less of a phone's width has no figure in it. A choice: "12.34 GiB" and some air.
 _LABELLED = 0.2
 # Above so many groups of cards bars are thin, and the even split has none. A choice.
@@ -49,6 +60,15 @@ class CardMemory:
     def held_bytes(self) -> int:
         return self.memory.outside_bytes + self.memory.peak_reserved_bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """What others leave to this job."""
+        return max(self.memory.total_bytes - self.memory.outside_bytes, 1)
+
+    @property
+    def is_crowded(self) -> bool:
+        return self.room_bytes < _CROWDED * self.memory.total_bytes
+
 
 def card_memories(
     run: Measurement, parts: Sequence[MemoryParts], devices: Sequence[Device], demanded: Sequence[int]
@@ -65,7 +85,7 @@ def card_memories(
             parts=pieces_of(memory, part),
         )
         for device, memory, samples, demand, part in zip(
-            devices, run.memory, run.split.shard_sizes, demanded, parts or [None] * len(devices), strict=True
+            devices, run.memory, run.split.shard_sizes, demanded, parts or (None,) * len(devices), strict=True
         )
     )
 
@@ -76,10 +96,11 @@ def pieces_of(memory: DeviceMemory, parts: MemoryParts | None) -> tuple[tuple[st
     if parts is None or parts.fixed_bytes is None:
         pieces.append(("job", memory.peak_reserved_bytes))
     else:
-        state = [("parameters", parts.parameter_bytes), ("gradients", parts.gradient_bytes)]
-        known = [(kind, size) for kind, size in state if size is not None]
-        rest = parts.fixed_bytes - sum(size for _, size in known)
-        pieces += [*known, ("optimizer" if known else "fixed", rest)]
+        if parts.parameter_bytes is None or parts.optimizer_bytes is None:
+            pieces.append(("fixed", parts.fixed_bytes))
+        else:
+            rest = parts.fixed_bytes - parts.parameter_bytes - parts.optimizer_bytes
+            pieces += [("parameters", parts.parameter_bytes), ("optimizer", parts.optimizer_bytes), ("gradients", rest)]
         pieces += [("whole", parts.whole_batch_bytes or 0), ("share", parts.per_share_bytes or 0)]
         held = sum(size for kind, size in pieces if kind != "others")
         pieces.append(("reserve", memory.peak_reserved_bytes - held))
@@ -107,7 +128,7 @@ def memory_picture(tuned: Sequence[CardMemory], even: Sequence[CardMemory], *, i
         card = tuned[group[0]]
         drawn += [
             words(gpus(group), 0, y + 13, "b"),
-            words(f"{format_bytes(card.held_bytes)} of {format_bytes(card.memory.total_bytes)}", 1, y + 13, "e"),
+            words(_held_of(card), 1, y + 13, "e"),
             words(cut(f"{card.device.name}, {_samples_of(card)}", 44), 0, y + 29, "s"),
         ]
         y += 36
@@ -126,22 +147,55 @@ def memory_picture(tuned: Sequence[CardMemory], even: Sequence[CardMemory], *, i
     )
 
 
+def limits_picture(cards: Sequence[tuple[str, CardMemory]]) -> Picture:
+    """A bar for each row of a plan: the card that limits it, at its peak."""
+    scale, drawn, y = max(card.memory.total_bytes for _, card in cards), [], 0.0
+    is_many = len(cards) > _MANY
+    height = 14 if is_many else 22
+    for name, card in cards:
+        drawn += [
+            words(cut(name, 48), 0, y + 13, "b"),
+            words(cut(f"GPU {card.device.index}, {card.device.name}", 30), 0, y + 29, "s"),
+            words(_held_of(card), 1, y + 29, "e"),
+            _bar(card, y + 35, height, scale, labelled=not is_many),
+        ]
+        y += 35 + height + 16
+    return Picture(
+        title="Memory of the fullest card",
+        sentence="What the card with the least room left holds at its peak (accounted), row by row.",
+        content=join(drawn),
+        height=y - 10,
+        key=_key([card for _, card in cards]),
+    )
+
+
 def _bar(card: CardMemory, y: float, height: float, scale: int, *, labelled: bool = False) -> Markup:
-    total, left = card.memory.total_bytes, 0
-    drawn = [box(0, total / scale, y, height, "track", f"{format_bytes(max(total - card.held_bytes, 0))} free")]
+    """The card's parts from the left; of a card that is nearly full of others' memory only what they leave."""
+    is_crowded = card.is_crowded
+    scale, total = (card.room_bytes, card.room_bytes) if is_crowded else (scale, card.memory.total_bytes)
+    left, free = 0, max(card.memory.headroom_bytes, 0)
+    drawn = [box(0, total / scale, y, height, "track", f"{format_bytes(free)} free")]
     if card.demanded_bytes:
-        need = box((total - card.demanded_bytes) / scale, card.demanded_bytes / scale, y, height, "need",
-                   f"{format_bytes(card.demanded_bytes)} must stay free")  # fmt: skip
-        drawn.append(need)
+        need = min(card.demanded_bytes, total)
+        told = f"{format_bytes(card.demanded_bytes)} must stay free"
+        drawn.append(box((total - need) / scale, need / scale, y, height, "need", told))
     for kind, size in card.parts:
+        if is_crowded and kind == "others":
+            continue
         shown = min(size, max(total - left, 0))  # what would not have fitted ends at the card's edge
         drawn.append(box(left / scale, shown / scale, y, height, kind, f"{NAMES[kind]}: {format_bytes(size)}"))
-        if labelled and shown / scale >= _LABELLED:
-            text = "dark" if kind in _DARK_TEXT else "on"
-            if kind != "others":
-                drawn.append(words(format_bytes(size), (left + shown / 2) / scale, y + height / 2 + 4, f"{text} m"))
+        if labelled and shown / scale >= _LABELLED and kind != "others":
+            middle = (left + shown / 2) / scale
+            drawn.append(words(format_bytes(size), middle, y + height / 2 + 4, f"{_INK.get(kind, 'on')} m"))
         left += shown
     return join(drawn)
+
+
+def _held_of(card: CardMemory) -> str:
+    if card.is_crowded:
+        used, room = format_bytes(card.memory.peak_reserved_bytes), format_bytes(card.room_bytes)
+        return f"{used} of {room} that others leave"
+    return f"{format_bytes(card.held_bytes)} of {format_bytes(card.memory.total_bytes)}"
 
 
 def _sentence(tuned: Sequence[CardMemory], has_even: bool, *, is_modelled: bool) -> str:
@@ -150,8 +204,8 @@ def _sentence(tuned: Sequence[CardMemory], has_even: bool, *, is_modelled: bool)
     thin = " The thin bar below each is the even split." if has_even else ""
     source = "accounted operation by operation" if is_modelled else "measured"
     return (
-        f"What every card holds at its fullest moment, {source}: GPU {fullest.device.index} has the least left, {left}, "
-        f"where {demanded} must stay free.{thin}"
+        f"What every card holds at its fullest moment, {source}: GPU {fullest.device.index} has the least left, "
+        f"{left}, where {demanded} must stay free.{thin}"
     )
 
 

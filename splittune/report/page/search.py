@@ -80,16 +80,11 @@ def split_map(trials: Sequence[TrialRow], best: TrialRow | None, baseline: Trial
     key += [("best", "the best")] * (best is not None) + [("base", "the even split")] * (baseline is not None)
     failed = sum(not row.fits for row in latest.values())
     key += [("lack", "does not fit, or leaves too little free")] * bool(failed)
-    across_what = "samples a second" if is_single else "GPU 0's part of the micro-batch"
+    told = f"{count_of(len(latest), 'split')}, {failed or 'none'} of which did not fit: down, the accumulation steps;"
+    told = f"{told} across, {'samples a second' if is_single else 'how much of each micro-batch GPU 0 takes'}"
     return Picture(
         title="What was tried",
-        sentence=(
-            f"{count_of(len(latest), 'split')}, {failed} of which did not fit: down, the accumulation steps; across, "
-            f"{across_what}; the darker, the faster."
-            if not is_single
-            else f"{count_of(len(latest), 'split')}, {failed} of which did not fit: down, the accumulation steps; across, "
-            f"{across_what}."
-        ),
+        sentence=f"{told}{'' if is_single else '; the stronger the colour, the faster'}.",
         content=join(drawn),
         height=height + 42,
         left=74,

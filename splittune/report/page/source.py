@@ -85,20 +85,20 @@ def read_search(folder: str | os.PathLike[str]) -> SearchFiles:
             message names it.
     """
     place = Path(folder)
-    trials = tuple(_rows(place / TRIALS_FILE, _trial_of))
-    cards = tuple(_rows(place / DEVICES_FILE, _busy_of))
+    trials = tuple(rows_of(place / TRIALS_FILE, _trial_of))
+    cards = tuple(rows_of(place / DEVICES_FILE, _busy_of))
     wanted = {(row.number, device) for row in trials for device in range(len(row.shard_sizes))}
     if {(card.trial, card.device) for card in cards} != wanted or len(cards) != len(wanted):
         raise ConfigError(
-            f"{place / DEVICES_FILE} has {len(cards)} rows: expected {len(wanted)}, one for each trial of {TRIALS_FILE} "
-            f"and each device. One of the two is half-written, or of another search. {AGAIN}"
+            f"{place / DEVICES_FILE} has {len(cards)} rows: expected {len(wanted)}, one for each trial of "
+            f"{TRIALS_FILE} and each device. One of the two is half-written, or of another search. {AGAIN}"
         )
     if not (place / CONFIG_FILE).is_file():
         fitting = sum(row.fits for row in trials)
         if fitting or not trials:
             raise ConfigError(
-                f"no {CONFIG_FILE} in {place}, though {fitting} of {len(trials)} trials fitted: expected the folder of a "
-                "search that ended. One that was interrupted goes on where it stopped: the same command, with "
+                f"no {CONFIG_FILE} in {place}, though {fitting} of {len(trials)} trials fitted: expected the folder of "
+                "a search that ended. One that was interrupted goes on where it stopped: the same command, with "
                 "--storage FILE."
             )
         return SearchFiles(config=None, found=None, trials=trials, cards=cards)
@@ -130,18 +130,26 @@ def table_of(path: Path) -> list[dict[str, str]]:
     return [dict(zip(heading, line, strict=True)) for line in lines]
 
 
-def _rows(path: Path, row_of: Callable[[Mapping[str, str]], _Value]) -> list[_Value]:
-    rows = []
-    for number, cells in enumerate(table_of(path), start=2):
-        try:
+def rows_of(path: Path, row_of: Callable[[Mapping[str, str]], _Value]) -> list[_Value]:
+    """The rows of a CSV as `row_of` reads their cells.
+
+    Raises:
+        ConfigError: the file is half-written, or a cell is none of its column.
+    """
+    number = 1
+    try:
+        rows = []
+        for number, cells in enumerate(table_of(path), start=2):  # noqa: B007  the message below names it
             rows.append(row_of(cells))
-        except KeyError as error:
-            raise ConfigError(
-                f"{path} has no column {error}: expected those that this splittune writes. {AGAIN}"
-            ) from error
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: {error}. {AGAIN}") from error
-    return rows
+        return rows
+    except KeyError as error:
+        raise ConfigError(
+            f"{path} has no column {error}: expected those that this splittune writes. {AGAIN}"
+        ) from error
+    except (ValueError, IndexError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}, line {number}: {error}. {AGAIN}") from error
 
 
 def _trial_of(cells: Mapping[str, str]) -> TrialRow:

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splittune.report.page.markup import join
-from splittune.report.page.picture import Picture, box, cut, down, ticks, words
+from splittune.report.page.picture import Picture, box, down, ticks, words
 from splittune.report.words import count_of, gpus
 from splittune.units import format_time
 
 # Steps of more micro-steps show one of them. A choice: on a phone each has 10 pixels then.
 _MOST_SHOWN = 24
+_KEY = (
+    ("share", "computes"),
+    ("wait", "waits, or copies"),
+    ("optimizer", "once a step: update, parameters and gradients copied"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +69,15 @@ def step_picture(times: StepTimes, *, is_modelled: bool) -> Picture:
     return Picture(
         title="One step, card by card",
         sentence=(
-            f"{told} what comes once a step: each micro-step takes {format_time(times.micro_step_s)}, the update with "
-            f"its copies {format_time(times.update_s)}{' (modelled)' if is_modelled else ''}; the slowest card sets the "
-            "pace, and the others wait."
+            f"{told} what comes once a step: each micro-step takes {format_time(times.micro_step_s)}, the update and "
+            f"its copies {format_time(times.update_s)}{' (modelled)' if is_modelled else ''}. The slowest card sets "
+            "the pace, and the others wait."
         ),
         content=join(drawn),
         height=bottom + 26,
-        key=(("share", "computes"), ("wait", "waits, or copies"), ("optimizer", "once a step: update, parameters and "
-             "gradients copied")),
-    )  # fmt: skip
+        key=_KEY,
+    )
 
 
 def _anchor(part: float) -> str:
     return "s" if part < 0.02 else "s e" if part > 0.93 else "s m"
-
-
-def names_of(rows: Sequence[str]) -> tuple[str, ...]:
-    """Names short enough for a line."""
-    return tuple(cut(name, 40) for name in rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from splittune.report.page.markup import Markup, tag
-from splittune.report.page.memory import NAMES, CardMemory, alike
+from splittune.report.page.memory import NAMES, SHORT, CardMemory, alike
 from splittune.report.page.picture import cut
 from splittune.report.page.search import WHAT_FAILED, listed, rate_text
 from splittune.report.page.source import TrialRow
@@ -41,8 +41,8 @@ def table(caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[tuple[S
 def memory_table(caption: str, cards: Sequence[CardMemory]) -> Markup:
     """A row for every group of like cards: the figures of the first of them."""
     kinds = [kind for kind in NAMES if any(kind == each for card in cards for each, _ in card.parts)]
-    heads = [("card", ""), ("samples", "n"), *((NAMES[kind], "n") for kind in kinds)]
-    heads += [("left free", "n"), ("must stay free", "n"), ("in all", "n")]
+    heads = [("card", ""), ("samples", "n"), *((SHORT.get(kind, NAMES[kind]), "n") for kind in kinds)]
+    heads += [("left free", "n"), ("demanded", "n"), ("in all", "n")]
     rows = []
     for group in alike([*cards]):
         card = cards[group[0]]

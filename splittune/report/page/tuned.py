@@ -9,15 +9,23 @@ from splittune.config.split_config import SplitConfig
 from splittune.profiling.measurement import Measurement
 from splittune.report.page.document import document, headline, pictured, section, tile, tiles
 from splittune.report.page.markup import Markup, tag
-from splittune.report.page.memory import card_memories, memory_picture
+from splittune.report.page.memory import CardMemory, card_memories, memory_picture
 from splittune.report.page.picture import Picture, cut
 from splittune.report.page.search import history, split_map
 from splittune.report.page.source import BusyRow, SearchFiles, TrialRow
 from splittune.report.page.step import StepTimes, step_picture
 from splittune.report.page.tables import memory_table, trials_table
 from splittune.report.result_file import Found
-from splittune.report.words import CUT_SHORT, LEAST_SPEEDUP, WHY_STOPPED, count_of, describe_model_error, gpus
-from splittune.report.words import rate_of, shape_of, shares_of
+from splittune.report.words import (
+    CUT_SHORT,
+    LEAST_SPEEDUP,
+    WHY_STOPPED,
+    count_of,
+    describe_model_error,
+    rate_of,
+    shape_of,
+    shares_of,
+)
 from splittune.search.result import speedup_over
 from splittune.units import format_bytes, format_time
 
@@ -86,7 +94,7 @@ def row_of(trials: Sequence[TrialRow], run: Measurement | None) -> TrialRow | No
     return next((row for row in reversed(trials) if row.shape == shape and row.fits), None)
 
 
-def _even_cards(config: SplitConfig, found: Found):  # noqa: ANN202
+def _even_cards(config: SplitConfig, found: Found) -> tuple[CardMemory, ...]:
     if found.baseline is None or found.baseline.split == found.best.split:
         return ()
     return card_memories(found.baseline, found.baseline_parts, config.devices, config.min_headroom_bytes)
@@ -157,9 +165,10 @@ def _how_sure(best: Measurement, even: Measurement | None, tried: str, *, is_mod
 
 
 def _why(found: Found) -> Markup:
-    more = f"{found.remedy[0].upper()}{found.remedy[1:]}." if found.remedy else ""
-    return section("Why", *(tag("p", text) for text in (found.explanation, f"For more: {more}" if more else "") if text),
-                   class_="why")  # fmt: skip
+    more = f"For more: {found.remedy}." if found.remedy else ""
+    said = [text for text in (*found.facts, more, found.foretold) if text]
+    whole = tag("details", tag("summary", "The whole explanation"), tag("p", found.explanation))
+    return section("Why", *(tag("p", text) for text in said), whole, class_="why")
 
 
 def _how_memory_is_known(is_modelled: bool) -> str:
