@@ -78,7 +78,8 @@ class Found:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is half-written or edited: {type(error).__name__}: {error}. {AGAIN}") from error
         raise ConfigError(
-            f"{path}: schema is {schema!r}, expected {SCHEMA}, which this splittune reads. Upgrade splittune, or tune again."
+            f"{path}: schema is {schema!r}, expected {SCHEMA}, which this splittune reads. Upgrade splittune, or tune "
+            "again."
         )
 
 

@@ -25,14 +25,6 @@ NAMES = {
     "job": "this job",
     "reserve": "allocator's reserve, update",
 }
-SHORT = {
-    "others": "others",
-    "gradients": "gradients, rest",
-    "whole": "outputs, loss",
-    "share": "activations",
-    "fixed": "fixed",
-    "reserve": "reserve",
-}
 FREE = ("track", "free")
 NEED = ("need", "must stay free")
 # Ink on a part, where it is not white in light and dark in the dark.
@@ -41,6 +33,8 @@ _INK = {"whole": "dark", "gradients": "dark", "reserve": "dark"}
 _CROWDED = 0.1
 # A part that takes less of a phone's width has no figure in it. A choice: "12.34 GiB" and some air.
 _LABELLED = 0.2
+# Characters of a list of cards. A choice: half of a phone's width.
+_LINE = 20
 # Above so many groups of cards bars are thin, and the even split has none. A choice.
 _MANY = 12
 
@@ -117,6 +111,14 @@ def alike(cards: Sequence[CardMemory]) -> list[list[int]]:
     return list(groups.values())
 
 
+def named(group: Sequence[int]) -> str:
+    """``"GPU 0, 2-3"``; of a list too long for a line its beginning and its length, ``"21 GPUs: 1, 4, 7, …"``."""
+    listed = gpus(group)
+    if len(listed) <= _LINE:
+        return listed
+    return f"{len(group)} GPUs: {', '.join(map(str, group[:3]))}, …"
+
+
 def memory_picture(tuned: Sequence[CardMemory], even: Sequence[CardMemory], *, is_modelled: bool) -> Picture:
     """A bar for every group of like cards under the tuned split, and a thin one below under the even split."""
     groups = alike([*tuned])
@@ -127,7 +129,7 @@ def memory_picture(tuned: Sequence[CardMemory], even: Sequence[CardMemory], *, i
     for group in groups:
         card = tuned[group[0]]
         drawn += [
-            words(gpus(group), 0, y + 13, "b"),
+            words(named(group), 0, y + 13, "b"),
             words(_held_of(card), 1, y + 13, "e"),
             words(cut(f"{card.device.name}, {_samples_of(card)}", 44), 0, y + 29, "s"),
         ]
@@ -154,7 +156,7 @@ def limits_picture(cards: Sequence[tuple[str, CardMemory]]) -> Picture:
     height = 14 if is_many else 22
     for name, card in cards:
         drawn += [
-            words(cut(name, 48), 0, y + 13, "b"),
+            words(cut(name, 42), 0, y + 13, "b"),
             words(cut(f"GPU {card.device.index}, {card.device.name}", 30), 0, y + 29, "s"),
             words(_held_of(card), 1, y + 29, "e"),
             _bar(card, y + 35, height, scale, labelled=not is_many),

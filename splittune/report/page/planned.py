@@ -83,7 +83,7 @@ def plan_page(rows: Sequence[PlanRow]) -> str:
 def plan_pictures(rows: Sequence[PlanRow]) -> dict[str, Picture]:
     """The pictures of a plan, by name."""
     pictures = {"curves": _curves(rows)}
-    limits = [(f"{row.machine}, batch {row.global_batch_size}", row.limiting) for row in rows]
+    limits = [(f"batch {row.global_batch_size}: {row.machine}", row.limiting) for row in rows]
     known_limits = [(name, card) for name, card in limits if card is not None]
     if known_limits:
         pictures["memory"] = limits_picture(known_limits)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splittune.report.page.markup import join
+from splittune.report.page.memory import named
 from splittune.report.page.picture import Picture, box, down, ticks, words
-from splittune.report.words import count_of, gpus
+from splittune.report.words import count_of
 from splittune.units import format_time
 
 # Steps of more micro-steps show one of them. A choice: on a phone each has 10 pixels then.
@@ -48,7 +48,7 @@ def step_picture(times: StepTimes, *, is_modelled: bool) -> Picture:
     for group in times.groups:
         first = group[0]
         busy = min(times.busy_s[first], times.micro_step_s)
-        drawn.append(words(gpus(group), 0, y + 13, "b"))
+        drawn.append(words(named(group), 0, y + 13, "b"))
         drawn.append(words(f"busy {busy / times.micro_step_s:.0%} of a micro-step", 1, y + 13, "s e"))
         y += 20
         for turn in range(shown):

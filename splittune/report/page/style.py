@@ -69,7 +69,8 @@ pre{background:var(--track);border-radius:9px;padding:12px 14px;margin:10px 0 0;
 overflow-wrap:anywhere}
 figure{margin:0 0 10px}
 .pic{display:block}
-.key{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;margin:0 0 12px;padding:0;font-size:13px;color:var(--soft)}
+.key{display:flex;flex-wrap:wrap;gap:4px 16px;list-style:none;margin:0 0 12px;padding:0;
+font-size:13px;color:var(--soft)}
 .key li{display:flex;align-items:center;gap:6px}
 .key svg{flex:none}
 table{border-collapse:collapse;width:100%;font-size:13.5px;line-height:1.4}
@@ -78,7 +79,8 @@ th{text-align:left;font-weight:600;color:var(--soft);vertical-align:bottom}
 th,td{padding:5px 12px 5px 0;border-bottom:1px solid var(--line);overflow-wrap:break-word;vertical-align:top}
 th:last-child,td:last-child{padding-right:0}
 td.n,th.n{text-align:right}td.n{white-space:nowrap}
-td.w{overflow-wrap:anywhere;min-width:9em}
+td.w{overflow-wrap:anywhere;min-width:6em}
+td.c,th.c{text-align:right;overflow-wrap:anywhere}
 tr.best td{background:var(--tint)}
 details{margin-top:8px}
 summary{cursor:pointer;font-size:13.5px;color:var(--accent);font-weight:600;padding:2px 0}
@@ -89,8 +91,10 @@ main{padding:20px 12px 32px}section{padding:16px 14px 14px;border-radius:12px}
 .tiles{gap:10px}
 table.stack,table.stack tbody,table.stack caption{display:block}
 table.stack thead{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
-table.stack tr{display:grid;grid-template-columns:1fr 1fr;gap:1px 12px;padding:8px 0;border-bottom:1px solid var(--line)}
-table.stack td,table.stack td.n{display:block;border:0;padding:1px 0;text-align:left;white-space:normal;min-width:0}
+table.stack tr{display:grid;grid-template-columns:1fr 1fr;gap:1px 12px;padding:8px 0;
+border-bottom:1px solid var(--line)}
+table.stack td,table.stack td.n,table.stack td.c{display:block;border:0;padding:1px 0;text-align:left;
+white-space:normal;min-width:0}
 table.stack td.w{grid-column:1/-1}
 table.stack td::before{content:attr(data-l) " ";color:var(--soft);display:block;font-size:11.5px;line-height:1.2}
 table.stack tr.best td{background:none}table.stack tr.best td:first-child{font-weight:650;color:var(--accent)}
@@ -100,7 +104,7 @@ table.stack td:empty{display:none}
 body{background:#fff;font-size:11pt}main{max-width:none;padding:0}
 section,.tile{break-inside:avoid;border-color:#bbb}section.long{break-inside:auto}tr{break-inside:avoid}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}
-summary{display:none}
+summary{display:none}table{font-size:8.5pt}
 }
 """
 

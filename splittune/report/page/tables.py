@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from splittune.report.page.markup import Markup, tag
-from splittune.report.page.memory import NAMES, SHORT, CardMemory, alike
+from splittune.report.page.memory import NAMES, CardMemory, alike, named
 from splittune.report.page.picture import cut
 from splittune.report.page.search import WHAT_FAILED, listed, rate_text
 from splittune.report.page.source import TrialRow
@@ -14,6 +14,8 @@ from splittune.units import format_bytes, format_time
 
 # Characters of a trial's reason and message; the whole stands in trials.csv. A choice.
 _MOST_WORDS = 150
+# Columns of a table of cards. A choice: names of 32 characters beside one another on a screen.
+_COLUMNS = 4
 
 
 def table(caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[tuple[Sequence[str], bool]]) -> Markup:
@@ -38,20 +40,33 @@ def table(caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[tuple[S
     )  # fmt: skip
 
 
-def memory_table(caption: str, cards: Sequence[CardMemory]) -> Markup:
-    """A row for every group of like cards: the figures of the first of them."""
+def memory_tables(caption: str, cards: Sequence[CardMemory]) -> list[Markup]:
+    """A column for every group of like cards, with the figures of the first of them; a few columns to a table."""
     kinds = [kind for kind in NAMES if any(kind == each for card in cards for each, _ in card.parts)]
-    heads = [("card", ""), ("samples", "n"), *((SHORT.get(kind, NAMES[kind]), "n") for kind in kinds)]
-    heads += [("left free", "n"), ("demanded", "n"), ("in all", "n")]
-    rows = []
-    for group in alike([*cards]):
-        card = cards[group[0]]
-        sizes = dict(card.parts)
-        figures = [format_bytes(sizes[kind]) if kind in sizes else "" for kind in kinds]
-        last = (card.memory.headroom_bytes, card.demanded_bytes, card.memory.total_bytes)
-        name = f"{gpus(group)}, {cut(card.device.name, 60)}"
-        rows.append(([name, str(card.samples), *figures, *(format_bytes(size) for size in last)], False))
-    return table(caption, heads, rows)
+    groups, tables = alike([*cards]), []
+    for start in range(0, len(groups), _COLUMNS):
+        shown = groups[start : start + _COLUMNS]
+        firsts = [cards[group[0]] for group in shown]
+        heads = [("", ""), *((named(group), "c") for group in shown)]
+        rows = [
+            *([("GPU", [gpus(group).removeprefix("GPU ") for group in shown])] if any(map(_is_cut, shown)) else []),
+            ("card", [cut(card.device.name, 32) for card in firsts]),
+            ("samples", [str(card.samples) for card in firsts]),
+            *((NAMES[kind], [_size(dict(card.parts).get(kind)) for card in firsts]) for kind in kinds),
+            ("left free", [format_bytes(card.memory.headroom_bytes) for card in firsts]),
+            ("must stay free", [format_bytes(card.demanded_bytes) for card in firsts]),
+            ("in all", [format_bytes(card.memory.total_bytes) for card in firsts]),
+        ]
+        tables.append(table("" if start else caption, heads, [([name, *cells], False) for name, cells in rows]))
+    return tables
+
+
+def _is_cut(group: Sequence[int]) -> bool:
+    return named(group) != gpus(group)
+
+
+def _size(size: int | None) -> str:
+    return "" if size is None else format_bytes(size)
 
 
 def trials_table(trials: Sequence[TrialRow], best: TrialRow | None) -> Markup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import hypot
 
 from splittune.config.split_config import SplitConfig
@@ -14,7 +14,7 @@ from splittune.report.page.picture import Picture, cut
 from splittune.report.page.search import history, split_map
 from splittune.report.page.source import BusyRow, SearchFiles, TrialRow
 from splittune.report.page.step import StepTimes, step_picture
-from splittune.report.page.tables import memory_table, trials_table
+from splittune.report.page.tables import memory_tables, trials_table
 from splittune.report.result_file import Found
 from splittune.report.words import (
     CUT_SHORT,
@@ -35,34 +35,29 @@ def search_page(files: SearchFiles) -> str:
     if files.config is None or files.found is None:
         return _failed_page(files)
     config, found = files.config, files.found
-    best, baseline = row_of(files.trials, found.best), row_of(files.trials, found.baseline)
+    tuned, even = _tuned_cards(config, found), _even_cards(config, found)
+    numbers = memory_tables(f"The tuned split, {shape_of(found.best.split)}.", tuned)
+    if even and found.baseline is not None:
+        numbers += memory_tables(f"The even split, {shape_of(found.baseline.split)}.", even)
+    numbers.append(tag("p", _how_memory_is_known(config.is_modelled), class_="note"))
     pictures = search_pictures(files)
-    tuned = card_memories(found.best, found.best_parts, config.devices, config.min_headroom_bytes)
-    even = _even_cards(config, found)
-    tables = {
-        "memory": [
-            memory_table(f"The tuned split, {shape_of(found.best.split)}.", tuned) if tuned else None,
-            memory_table(f"The even split, {shape_of(found.baseline.split)}.", even)
-            if even and found.baseline
-            else None,
-            tag("p", _how_memory_is_known(config.is_modelled), class_="note") if tuned else None,
-        ],
-    }
     body = [
         _answer(config, found, files.trials),
-        *(pictured(picture, *tables.get(name, ())) for name, picture in pictures.items() if name == "memory"),
+        pictured(pictures["memory"], *numbers) if "memory" in pictures else None,
         _why(found),
-        *(
-            pictured(
-                picture,
-                *([trials_table(files.trials, best)] if name == "history" else ()),
-                class_="long" if name == "history" else None,
-            )
-            for name, picture in pictures.items()
-            if name != "memory"
-        ),
+        *_pictured_trials(pictures, files.trials, row_of(files.trials, found.best)),
     ]
-    return document(f"splittune: {_headline(config, found)}", body, _footer(config))
+    return document(f"splittune: {_headline(found)}", body, _footer(config))
+
+
+def _pictured_trials(
+    pictures: Mapping[str, Picture], trials: Sequence[TrialRow], best: TrialRow | None
+) -> list[Markup]:
+    """The pictures of a step and of the search, the last with every trial beneath."""
+    shown = [pictured(pictures[name]) for name in ("step", "map") if name in pictures]
+    if "history" in pictures:
+        shown.append(pictured(pictures["history"], trials_table(trials, best), class_="long"))
+    return shown
 
 
 def search_pictures(files: SearchFiles) -> dict[str, Picture]:
@@ -72,7 +67,7 @@ def search_pictures(files: SearchFiles) -> dict[str, Picture]:
     best = baseline = None
     if config is not None and found is not None:
         best, baseline = row_of(files.trials, found.best), row_of(files.trials, found.baseline)
-        tuned = card_memories(found.best, found.best_parts, config.devices, config.min_headroom_bytes)
+        tuned = _tuned_cards(config, found)
         if tuned:
             pictures["memory"] = memory_picture(tuned, _even_cards(config, found), is_modelled=config.is_modelled)
         times = _step_times(files.trials, files.cards, config)
@@ -92,6 +87,10 @@ def row_of(trials: Sequence[TrialRow], run: Measurement | None) -> TrialRow | No
         return None
     shape = (run.split.accumulation_steps, run.split.shard_sizes, run.loss_placement)
     return next((row for row in reversed(trials) if row.shape == shape and row.fits), None)
+
+
+def _tuned_cards(config: SplitConfig, found: Found) -> tuple[CardMemory, ...]:
+    return card_memories(found.best, found.best_parts, config.devices, config.min_headroom_bytes)
 
 
 def _even_cards(config: SplitConfig, found: Found) -> tuple[CardMemory, ...]:
@@ -115,12 +114,12 @@ def _answer(config: SplitConfig, found: Found, trials: Sequence[TrialRow]) -> Ma
     )
     failed = sum(not row.fits for row in trials)
     tried = f"{count_of(len(trials), 'trial')}, {failed or 'none'} of which did not fit"
+    what = f"samples per GPU, in {steps}; {best.split.global_batch_size} behind each optimizer step"
     each = [
-        tile("What to set", shares_of(best.split), f"samples per GPU, in {steps}; {best.split.global_batch_size} behind "
-             "each optimizer step"),
+        tile("What to set", shares_of(best.split), what),
         tile("Speed", f"{rate_of(best)} samples/s", _speed_beside(best, even, kind)),
         _how_sure(best, even, tried, is_modelled=config.is_modelled),
-    ]  # fmt: skip
+    ]
     if best.memory:
         fullest = min(best.memory, key=lambda memory: memory.headroom_bytes)
         demanded = format_bytes(config.min_headroom_bytes[fullest.device])
@@ -132,10 +131,10 @@ def _answer(config: SplitConfig, found: Found, trials: Sequence[TrialRow]) -> Ma
         code += "  # in each rank\nloader = config.shard(loader)"
     do = section("Train with it", tag("pre", tag("code", code)), class_="do",
                  sentence="The config lies beside this page:")  # fmt: skip
-    return tag("header", headline(kicker, _headline(config, found), lead, kind), tiles(each), do)
+    return tag("header", headline(kicker, _headline(found), lead, kind), tiles(each), do)
 
 
-def _headline(config: SplitConfig, found: Found) -> str:
+def _headline(found: Found) -> str:
     speedup = speedup_over(found.baseline, found.best)
     if found.baseline is None or speedup is None:
         return "It fits, where no even split does"
@@ -177,8 +176,9 @@ def _how_memory_is_known(is_modelled: bool) -> str:
     else:
         source = "Peaks and the allocator's reserve are measured by torch, what others hold by NVML"
     return (
-        f"{source}; parameters and gradients are sizes of the model. Activations, outputs and the rest are derived: from "
-        "how peaks grow with the shares and with the micro-batch, over all trials."
+        f"{source}; parameters are a size of the model. The optimizer's state is derived from what rests on a card "
+        "between steps; activations, outputs and the rest from how peaks grow with the shares and with the "
+        "micro-batch, over all trials."
     )
 
 
@@ -226,15 +226,13 @@ def _failed_page(files: SearchFiles) -> str:
     kind = "modelled" if files.is_modelled else "measured"
     smallest = min(files.trials, key=lambda row: (row.micro_batch_size, max(row.shard_sizes)))
     lead = (
-        f"{count_of(len(files.trials), 'trial')} ran, and none kept its memory. The smallest had "
-        f"{count_of(smallest.micro_batch_size, 'sample')} in a micro-batch: {cut(smallest.message or smallest.outcome.value, 300)}"
+        f"{count_of(len(files.trials), 'trial')} ended, and none fitted. The smallest had "
+        f"{count_of(smallest.micro_batch_size, 'sample')} in a micro-batch: "
+        f"{cut(smallest.message or smallest.outcome.value, 300)}"
     )
     names = dict.fromkeys(card.device_name for card in files.cards)
     body = [
         headline(", ".join(cut(name, 60) for name in names), "No split fits", lead, kind),
-        *(
-            pictured(picture, *([trials_table(files.trials, None)] if name == "history" else ()))
-            for name, picture in search_pictures(files).items()
-        ),
+        *_pictured_trials(search_pictures(files), files.trials, None),
     ]
     return document("splittune: no split fits", body, ["Written by splittune."])

@@ -88,7 +88,7 @@ def search(
                     num_devices=len(cards.names),
                     gpu0_bsz=share,
                 )
-                for share in range(0, micro // len(cards.names) + 1)
+                for share in range(micro // len(cards.names) + 1)
             ]
     splits = list(dict.fromkeys(splits))
     runs = [cards.run(splits[number % len(splits)]) for number in range(num_trials - 2)]
