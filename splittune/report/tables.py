@@ -207,7 +207,13 @@ def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: it cannot be written there.
     """
-    return write_atomically(path, frame.to_csv(index=False, lineterminator="\n", na_rep=""))
+    return write_atomically(path, csv_text(frame))
+
+
+def csv_text(frame: pd.DataFrame) -> str:
+    """What `save_csv` writes of `frame`."""
+    text: str = frame.to_csv(index=False, lineterminator="\n", na_rep="")
+    return text
 
 
 def _trial_row(trial: TrialRecord, is_modelled: bool | None, foretold: Foretold) -> dict[str, Any]:

@@ -19,10 +19,12 @@ from splittune.report.files import CONFIG_FILE, DEVICES_FILE, EXPLANATION_FILE, 
 from splittune.report.foretold import describe_foretold
 from splittune.report.memory_parts import MemoryParts
 from splittune.report.page import save_search_report
+from splittune.report.page.notebook import Drawing, search_drawing, search_output
+from splittune.report.page.source import SearchFiles, busy_of, rows_of, trial_of
 from splittune.report.ranks import parts_of_ranks, why_ranks
 from splittune.report.result_file import Found
 from splittune.report.state_parts import ModelBytes, PartsOfTrials
-from splittune.report.tables import devices_table, save_csv, trials_table
+from splittune.report.tables import csv_text, devices_table, save_csv, trials_table
 from splittune.report.words import describe_model_error
 from splittune.search import Trial
 from splittune.search.result import speedup_over
@@ -115,6 +117,24 @@ class TuneResult:
         )
         save_search_report(folder)
         return Path(folder)
+
+    def plot(self) -> Drawing:
+        """Where memory goes, one step, what was tried, how the search went; a notebook shows it, `save` writes SVG."""
+        return search_drawing(self._files())
+
+    def _repr_html_(self) -> str:
+        return search_output(self._files())
+
+    def _files(self) -> SearchFiles:
+        """What a report reads of this result, were it saved."""
+        trials = trials_table(self.trials, is_modelled=self.config.is_modelled)
+        devices = devices_table(self.trials, devices=self.config.devices)
+        return SearchFiles(
+            config=self.config,
+            found=self._found(),
+            trials=rows_of(csv_text(trials), TRIALS_FILE, trial_of),
+            cards=rows_of(csv_text(devices), DEVICES_FILE, busy_of),
+        )
 
     @property
     def _parts(self) -> PartsOfTrials:

@@ -8,7 +8,7 @@ from pathlib import Path
 from splittune.config.files import write_atomically
 from splittune.report.files import CAPACITY_FILE, REPORT_FILE, TRIALS_FILE
 from splittune.report.page.planned import plan_page, read_plan
-from splittune.report.page.source import read_search
+from splittune.report.page.source import read_search, read_tables
 from splittune.report.page.tuned import search_page
 
 
@@ -29,6 +29,11 @@ def save_report(folder: str | os.PathLike[str]) -> Path:
 def save_search_report(folder: str | os.PathLike[str]) -> Path:
     """`save_report` of a search."""
     return write_atomically(Path(folder) / REPORT_FILE, search_page(read_search(folder)))
+
+
+def save_failed_report(folder: str | os.PathLike[str]) -> Path:
+    """The same of a search in which nothing fitted: from its tables alone, whatever config an earlier one left."""
+    return write_atomically(Path(folder) / REPORT_FILE, search_page(read_tables(folder)))
 
 
 def save_plan_report(folder: str | os.PathLike[str]) -> Path:

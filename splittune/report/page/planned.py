@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 
+from splittune.config.files import read_text
 from splittune.errors import ConfigError
 from splittune.hardware.base import Device, DeviceMemory
 from splittune.report.files import CAPACITY_FILE
@@ -51,7 +52,7 @@ class PlanRow:
 
     @property
     def machine(self) -> str:
-        return self.devices if self.strategy == "dp" else f"{self.devices}, a process for each"
+        return self.devices if self.strategy == "dp" else f'{self.devices} as "{self.strategy}"'
 
 
 def read_plan(folder: str | os.PathLike[str]) -> tuple[PlanRow, ...]:
@@ -61,7 +62,7 @@ def read_plan(folder: str | os.PathLike[str]) -> tuple[PlanRow, ...]:
         ConfigError: ``capacity.csv`` is missing, half-written or empty.
     """
     path = Path(folder) / CAPACITY_FILE
-    rows = tuple(rows_of(path, _row_of))
+    rows = rows_of(read_text(path, "Plan again."), str(path), plan_row_of)
     if not rows:
         raise ConfigError(f"{path} has no row: there is nothing to report. Plan again.")
     return rows
@@ -71,12 +72,14 @@ def plan_page(rows: Sequence[PlanRow]) -> str:
     """``report.html`` of a plan."""
     pictures = plan_pictures(rows)
     lacking = [f"{row.machine}, batch {row.global_batch_size}: {row.message}" for row in rows if not row.fits]
+    best = _best(rows)
     body = [
         _answer(rows),
-        *(pictured(picture, _plan_table(rows) if name == "curves" else None) for name, picture in pictures.items()),
+        section("Why", tag("p", best.why), class_="why") if best is not None and best.why else None,
+        *(pictured(picture, plan_table(rows) if name == "curves" else None) for name, picture in pictures.items()),
         section("What does not fit", *(tag("p", cut(text, 400)) for text in lacking)) if lacking else None,
     ]
-    title = _headline(_best(rows))
+    title = _headline(best)
     return document(f"splittune: {title}", body, [describe_model_error(), "Written by splittune."])
 
 
@@ -88,6 +91,12 @@ def plan_pictures(rows: Sequence[PlanRow]) -> dict[str, Picture]:
     if known_limits:
         pictures["memory"] = limits_picture(known_limits)
     return pictures
+
+
+def plan_answer(rows: Sequence[PlanRow]) -> tuple[str, str]:
+    """The answer in large words, and in a sentence or two."""
+    best = _best(rows)
+    return _headline(best), "What each lacked stands below." if best is None else f"{_gain(best)} (modelled)"
 
 
 def _best(rows: Sequence[PlanRow]) -> PlanRow | None:
@@ -110,22 +119,22 @@ def _answer(rows: Sequence[PlanRow]) -> Markup:
     step = "" if best.step_time_s is None else f"{format_time(best.step_time_s)} a step; "
     even = "no even split fits" if best.even_rate is None else f"the even split gives {rate_text(best.even_rate)}"
     each.append(tile("Speed", f"{rate_text(best.rate)} samples/s", f"modelled; {step}{'' if best.is_given else even}"))
-    gain = _gain(best)
     if best.limiting is not None:
         free = format_bytes(best.limiting.memory.headroom_bytes)
         each.append(tile("Room left", free, f"on GPU {best.limiting.device.index}, the fullest card"))
     if best.largest:
         each.append(tile("Largest micro-batch", best.largest, "samples at once, without accumulation"))
-    code = f'config = splittune.SplitConfig.load("{best.config}")\nmodel = config.wrap(model, devices=["cuda:0", ...])'
+    cards = '["cuda:0", ...]' if best.strategy == "dp" else '"cuda"'
+    code = f'config = splittune.SplitConfig.load("{best.config}")\nmodel = config.wrap(model, devices={cards})'
     do = section("Train with it", tag("pre", tag("code", code)), class_="do",
                  sentence="The config lies beside this page; name the real cards:")  # fmt: skip
-    shown = headline(kicker, _headline(best), f"{gain} {best.why}".strip(), "modelled")
+    shown = headline(kicker, _headline(best), _gain(best), "modelled")
     return tag("header", shown, tiles(each), do if best.config else None)
 
 
 def _gain(best: PlanRow) -> str:
     if best.is_given:
-        return ""
+        return f"The fastest of the given splits that fit: {best.shape}."
     if best.even_rate is None or best.speedup is None:
         return "No even split fits there, at any number of accumulation steps."
     if best.speedup < LEAST_SPEEDUP:
@@ -182,7 +191,8 @@ def _x(place: int, rows: Sequence[PlanRow]) -> float:
     return (place + 0.5) / len(rows)
 
 
-def _plan_table(rows: Sequence[PlanRow]) -> Markup:
+def plan_table(rows: Sequence[PlanRow]) -> Markup:
+    """A row for each machine and batch size."""
     best = _best(rows)
     heads = [("machine", "w"), ("batch", "n"), ("best split", "w"), ("samples/s", "n"), ("step", "n"),
              ("even split", "w"), ("its samples/s", "n"), ("gain", "n"), ("largest micro-batch", "n"),
@@ -208,7 +218,8 @@ def _plan_table(rows: Sequence[PlanRow]) -> Markup:
     return table("All of it is modelled; more of each row, and of every card, in capacity.csv.", heads, cells)
 
 
-def _row_of(cells: Mapping[str, str]) -> PlanRow:
+def plan_row_of(cells: Mapping[str, str]) -> PlanRow:
+    """A row of ``capacity.csv``."""
     largest, is_measured = cells["largest_micro_batch_size"], cells["largest_micro_batch_is_measured"] == "True"
     steps, even_steps = cells["accumulation_steps"], cells["even_accumulation_steps"]
     return PlanRow(

@@ -6,7 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from splittune.errors import ConfigError
 from splittune.profiling.measurement import Outcome
 from splittune.report.files import CONFIG_FILE, DEVICES_FILE, RESULT_FILE, TRIALS_FILE
 from splittune.report.result_file import AGAIN, Found
+from splittune.split import BatchSplit
 
 _Value = TypeVar("_Value")
 
@@ -84,54 +85,72 @@ def read_search(folder: str | os.PathLike[str]) -> SearchFiles:
         ConfigError: a file is missing, half-written, of a newer schema or of another search than the others; the
             message names it.
     """
-    place = Path(folder)
-    trials = tuple(rows_of(place / TRIALS_FILE, _trial_of))
-    cards = tuple(rows_of(place / DEVICES_FILE, _busy_of))
-    wanted = {(row.number, device) for row in trials for device in range(len(row.shard_sizes))}
-    if {(card.trial, card.device) for card in cards} != wanted or len(cards) != len(wanted):
-        raise ConfigError(
-            f"{place / DEVICES_FILE} has {len(cards)} rows: expected {len(wanted)}, one for each trial of "
-            f"{TRIALS_FILE} and each device. One of the two is half-written, or of another search. {AGAIN}"
-        )
+    place, tables = Path(folder), read_tables(folder)
     if not (place / CONFIG_FILE).is_file():
-        fitting = sum(row.fits for row in trials)
-        if fitting or not trials:
+        fitting = sum(row.fits for row in tables.trials)
+        if fitting or not tables.trials:
             raise ConfigError(
-                f"no {CONFIG_FILE} in {place}, though {fitting} of {len(trials)} trials fitted: expected the folder of "
-                "a search that ended. One that was interrupted goes on where it stopped: the same command, with "
-                "--storage FILE."
+                f"no {CONFIG_FILE} in {place}, though {fitting} of {len(tables.trials)} trials fitted: expected the "
+                "folder of a search that ended. One that was interrupted goes on where it stopped: the same command, "
+                "with --storage FILE."
             )
-        return SearchFiles(config=None, found=None, trials=trials, cards=cards)
+        return tables
     config, found = SplitConfig.load(place / CONFIG_FILE), Found.load(place / RESULT_FILE)
     if found.best.split != config.split:
         raise ConfigError(
             f"{place / RESULT_FILE} is of the split {found.best.split}, and {CONFIG_FILE} of {config.split}: expected "
             f"files of one search. {AGAIN}"
         )
-    return SearchFiles(config=config, found=found, trials=trials, cards=cards)
+    if tables.trials and all(row.shape[:2] != _shape_of(config.split) for row in tables.trials):
+        raise ConfigError(
+            f"{place / TRIALS_FILE} has no trial of the split in {CONFIG_FILE}, {config.split}: expected files of one "
+            f"search. {AGAIN}"
+        )
+    return replace(tables, config=config, found=found)
 
 
-def table_of(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV, a cell for every heading.
+def read_tables(folder: str | os.PathLike[str]) -> SearchFiles:
+    """The tables of a search alone.
 
     Raises:
-        ConfigError: it cannot be read, or ends in the middle of a row.
+        ConfigError: one is missing or half-written, or they are of two searches.
     """
-    text = read_text(path, AGAIN)
+    place = Path(folder)
+    trials = rows_of(read_text(place / TRIALS_FILE, AGAIN), str(place / TRIALS_FILE), trial_of)
+    cards = rows_of(read_text(place / DEVICES_FILE, AGAIN), str(place / DEVICES_FILE), busy_of)
+    wanted = {(row.number, device) for row in trials for device in range(len(row.shard_sizes))}
+    if {(card.trial, card.device) for card in cards} != wanted or len(cards) != len(wanted):
+        raise ConfigError(
+            f"{place / DEVICES_FILE} has {len(cards)} rows: expected {len(wanted)}, one for each trial of "
+            f"{TRIALS_FILE} and each device. One of the two is half-written, or of another search. {AGAIN}"
+        )
+    return SearchFiles(config=None, found=None, trials=trials, cards=cards)
+
+
+def _shape_of(split: BatchSplit) -> tuple[int, tuple[int, ...]]:
+    return split.accumulation_steps, split.shard_sizes
+
+
+def table_of(text: str, name: str) -> list[dict[str, str]]:
+    """The rows of a CSV, a cell for every heading; `name` stands in messages.
+
+    Raises:
+        ConfigError: it ends in the middle of a row.
+    """
     rows = list(csv.reader(io.StringIO(text, newline="")))
     if not rows or not text.endswith("\n"):
-        raise ConfigError(f"{path} is half-written: {len(rows)} lines, and the last one does not end. {AGAIN}")
+        raise ConfigError(f"{name} is half-written: {len(rows)} lines, and the last one does not end. {AGAIN}")
     heading, *lines = rows
     for number, line in enumerate(lines, start=2):
         if len(line) != len(heading):
             raise ConfigError(
-                f"{path}, line {number}: {len(line)} cells, expected {len(heading)}, one for each heading. {AGAIN}"
+                f"{name}, line {number}: {len(line)} cells, expected {len(heading)}, one for each heading. {AGAIN}"
             )
     return [dict(zip(heading, line, strict=True)) for line in lines]
 
 
-def rows_of(path: Path, row_of: Callable[[Mapping[str, str]], _Value]) -> list[_Value]:
-    """The rows of a CSV as `row_of` reads their cells.
+def rows_of(text: str, name: str, row_of: Callable[[Mapping[str, str]], _Value]) -> tuple[_Value, ...]:
+    """The rows of a CSV as `row_of` reads their cells; `name` stands in messages.
 
     Raises:
         ConfigError: the file is half-written, or a cell is none of its column.
@@ -139,20 +158,21 @@ def rows_of(path: Path, row_of: Callable[[Mapping[str, str]], _Value]) -> list[_
     number = 1
     try:
         rows = []
-        for number, cells in enumerate(table_of(path), start=2):  # noqa: B007  the message below names it
+        for number, cells in enumerate(table_of(text, name), start=2):  # noqa: B007  the message below names it
             rows.append(row_of(cells))
-        return rows
+        return tuple(rows)
     except KeyError as error:
         raise ConfigError(
-            f"{path} has no column {error}: expected those that this splittune writes. {AGAIN}"
+            f"{name} has no column {error}: expected those that this splittune writes. {AGAIN}"
         ) from error
     except (ValueError, IndexError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{path}, line {number}: {error}. {AGAIN}") from error
+        raise ConfigError(f"{name}, line {number}: {error}. {AGAIN}") from error
 
 
-def _trial_of(cells: Mapping[str, str]) -> TrialRow:
+def trial_of(cells: Mapping[str, str]) -> TrialRow:
+    """A row of ``trials.csv``."""
     return TrialRow(
         number=int(cells["trial"]),
         kind=cells["kind"],
@@ -174,7 +194,8 @@ def _trial_of(cells: Mapping[str, str]) -> TrialRow:
     )
 
 
-def _busy_of(cells: Mapping[str, str]) -> BusyRow:
+def busy_of(cells: Mapping[str, str]) -> BusyRow:
+    """A row of ``devices.csv``."""
     return BusyRow(
         trial=int(cells["trial"]),
         device=int(cells["device"]),

@@ -80,7 +80,7 @@ th,td{padding:5px 12px 5px 0;border-bottom:1px solid var(--line);overflow-wrap:b
 th:last-child,td:last-child{padding-right:0}
 td.n,th.n{text-align:right}td.n{white-space:nowrap}
 td.w{overflow-wrap:anywhere;min-width:6em}
-td.c,th.c{text-align:right;overflow-wrap:anywhere}
+td.c,th.c{text-align:right;min-width:6.5em}
 tr.best td{background:var(--tint)}
 details{margin-top:8px}
 summary{cursor:pointer;font-size:13.5px;color:var(--accent);font-weight:600;padding:2px 0}
@@ -108,6 +108,19 @@ summary{display:none}table{font-size:8.5pt}
 }
 """
 
+_OUTPUT = """
+SCOPE{background:var(--card);color:var(--ink);border:1px solid var(--line);border-radius:12px;padding:14px 18px;
+max-width:900px;font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif}
+SCOPE h3{font-size:21px;line-height:1.2;margin:0 0 4px;color:var(--ink)}
+SCOPE h4{font-size:15px;margin:14px 0 0;color:var(--ink)}SCOPE p{margin:2px 0 8px;color:var(--soft)}
+SCOPE figure{margin:0 0 8px}SCOPE .pic{display:block}
+SCOPE .key{display:flex;flex-wrap:wrap;gap:3px 14px;list-style:none;margin:0 0 8px;padding:0;font-size:12.5px}
+SCOPE .key li{display:flex;align-items:center;gap:6px;color:var(--soft)}
+SCOPE table{border-collapse:collapse;font-size:12.5px;margin:6px 0;background:none;color:var(--ink)}
+SCOPE td,SCOPE th{text-align:left;padding:3px 12px 3px 0;border-bottom:1px solid var(--line);background:none}
+SCOPE caption{text-align:left;color:var(--soft)}
+"""
+
 
 def page_style() -> str:
     """The style sheet of a page."""
@@ -122,9 +135,9 @@ def picture_style() -> str:
 
 
 def fragment_style(scope: str) -> str:
-    """That of pictures within somebody else's page, below the class `scope` alone; light, as notebooks' outputs are."""
-    rules = PICTURES.replace(".pic", f".{scope} .pic")
-    return _packed(f".{scope}{{{_LIGHT}}}@media(prefers-color-scheme:dark){{.{scope}{{{_DARK}}}}}{rules}")
+    """That of an output in a notebook, below the class `scope` alone: it keeps its ground whatever the theme is."""
+    rules = PICTURES.replace(".pic", f".{scope} .pic") + _OUTPUT.replace("SCOPE", f".{scope}")
+    return _packed(f".{scope}{{{_LIGHT}}}{rules}")
 
 
 def _packed(css: str) -> str:

@@ -105,13 +105,6 @@ def _answer(config: SplitConfig, found: Found, trials: Sequence[TrialRow]) -> Ma
     cards = config.virtual_spec or _names(config)
     kicker = " · ".join(each for each in (found.job, cards) if each)
     steps = count_of(best.split.accumulation_steps, "accumulation step")
-    even_text = (
-        "no even split fits" if even is None else f"the even split, {shape_of(even.split)}, gives {rate_of(even)}"
-    )
-    lead = (
-        f"Train with {steps}, and give the GPUs {shares_of(best.split)} samples of each micro-batch: {rate_of(best)} "
-        f"samples a second, where {even_text}. Your batch of {best.split.global_batch_size} stays as it is."
-    )
     failed = sum(not row.fits for row in trials)
     tried = f"{count_of(len(trials), 'trial')}, {failed or 'none'} of which did not fit"
     what = f"samples per GPU, in {steps}; {best.split.global_batch_size} behind each optimizer step"
@@ -131,7 +124,29 @@ def _answer(config: SplitConfig, found: Found, trials: Sequence[TrialRow]) -> Ma
         code += "  # in each rank\nloader = config.shard(loader)"
     do = section("Train with it", tag("pre", tag("code", code)), class_="do",
                  sentence="The config lies beside this page:")  # fmt: skip
-    return tag("header", headline(kicker, _headline(found), lead, kind), tiles(each), do)
+    return tag("header", headline(kicker, _headline(found), _lead(found), kind), tiles(each), do)
+
+
+def search_answer(files: SearchFiles) -> tuple[str, str]:
+    """The answer in large words, and in a sentence or two."""
+    if files.found is None:
+        return "No split fits", f"{count_of(len(files.trials), 'trial')} ended, and none fitted."
+    return _headline(files.found), f"{_lead(files.found)} ({'modelled' if files.is_modelled else 'measured'})"
+
+
+def _lead(found: Found) -> str:
+    best, even = found.best, found.baseline
+    steps = count_of(best.split.accumulation_steps, "accumulation step")
+    even_text = "where no even split fits"
+    if even is not None:
+        is_even = even.split == best.split
+        even_text = (
+            "evenly spread" if is_even else f"where the even split, {shape_of(even.split)}, gives {rate_of(even)}"
+        )
+    return (
+        f"Train with {steps}, and give the GPUs {shares_of(best.split)} samples of each micro-batch: {rate_of(best)} "
+        f"samples a second, {even_text}. Your batch of {best.split.global_batch_size} stays as it is."
+    )
 
 
 def _headline(found: Found) -> str:

@@ -22,7 +22,7 @@ SCRIPT = "<script>document.title='run'</script><img src=x onerror=alert(1)>\"&'"
 class Cards:
     """Cards of 24 GiB, of which others hold a gibibyte, and 18 more of the first.
 
-    A card takes 2 GiB (GPU 0 one more), and 0.25 for each of its samples; GPU 0 besides 0.02 for each of all. A
+    All keep half a gibibyte free. A card takes 2 GiB (GPU 0 one more), and 0.25 for each of its samples; GPU 0 besides 0.02 for each of all; ranks have neither. A
     micro-step takes 5 ms and 2 for each sample of the largest share, an update 4 ms.
     """
 
@@ -39,11 +39,17 @@ class Cards:
 
     def run(self, split: BatchSplit, kind: str = "search") -> Measurement:
         peaks = [
-            int((2 + 0.25 * share + (1 + 0.02 * split.micro_batch_size if index == 0 else 0)) * GIB)
+            int(
+                (2 + 0.25 * share + (1 + 0.02 * split.micro_batch_size if index == 0 and self.strategy == "dp" else 0))
+                * GIB
+            )
             for index, share in enumerate(split.shard_sizes)
         ]
-        outside = [19 * GIB if index == 0 and len(self.names) > 1 else GIB for index in range(len(self.names))]
-        if any(peak + 256 * MIB + other > 24 * GIB for peak, other in zip(peaks, outside, strict=True)):
+        outside = [
+            19 * GIB if index == 0 and len(self.names) > 1 and self.strategy == "dp" else GIB
+            for index in range(len(self.names))
+        ]
+        if any(peak + 768 * MIB + other > 24 * GIB for peak, other in zip(peaks, outside, strict=True)):
             return Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY, message="device 0: CUDA out of memory")
         memory = tuple(
             DeviceMemory(

@@ -86,7 +86,8 @@ def test_the_audit_finds_what_is_wrong(tmp_path: Path, reports: dict[str, str]) 
     bad = reports["normal"].replace(
         "</main>",
         '<div style="width:3000px">wide</div><svg class="pic" width="100" height="50"><text y="20">one text</text>'
-        '<text y="20">another</text></svg><p style="color:#ddd">pale</p><img src="x.png"><p style="background:url(y.png)"></main>',
+        '<text y="20">another</text></svg><p style="color:#ddd">pale</p>'
+        '<img src="x.png"><p style="background:url(y.png)"></main>',
     )
     (seen,) = look_at(tmp_path, {"bad": bad}, (PHONE,))
     said = " | ".join(seen["wrong"])
