@@ -19,6 +19,8 @@ ALONE_WIDTH = 820
 _KEY_COLUMN = 260
 _KEY_ROW = 20
 _MARGIN = 20
+# Shades of speed, from the slowest trial that ran to the fastest: the classes "h0" to "h4" of the style.
+SHADES = 5
 
 # Stripes, for whoever prints in one colour or sees none: others' memory, headroom demanded, what did not fit.
 _PATTERNS = tuple(
@@ -72,12 +74,11 @@ class Picture:
     def _key(self) -> Markup | None:
         if not self.key:
             return None
-        return tag(
-            "ul",
-            *(tag("li", tag("svg", _swatch(kind), class_="pic", width=14, height=14, aria_hidden="true"), meaning)
-              for kind, meaning in self.key),
-            class_="key",
-        )  # fmt: skip
+        items = []
+        for kind, meaning in self.key:
+            swatch = tag("svg", _swatch(kind), class_="pic", width=_swatch_width(kind), height=14, aria_hidden="true")
+            items.append(tag("li", swatch, meaning))
+        return tag("ul", *items, class_="key")
 
     def alone(self, top: float) -> tuple[Markup, float]:
         """As part of a drawing of `ALONE_WIDTH` whose next free line is `top`; with the next free line after it."""
@@ -87,8 +88,10 @@ class Picture:
         swatches = []
         for place, (kind, meaning) in enumerate(self.key):
             x, y = _MARGIN + place % columns * _KEY_COLUMN, top + place // columns * _KEY_ROW
-            swatches.append(tag("svg", _swatch(kind), x=x, y=y, width=14, height=14, overflow="visible"))
-            swatches.append(tag("text", meaning, x=x + 20, y=y + 11, class_="s"))
+            swatches.append(
+                tag("svg", _swatch(kind), x=x, y=y, width=_swatch_width(kind), height=14, overflow="visible")
+            )
+            swatches.append(tag("text", meaning, x=x + 6 + _swatch_width(kind), y=y + 11, class_="s"))
         top += math.ceil(len(self.key) / columns) * _KEY_ROW + 10
         width = ALONE_WIDTH - 2 * _MARGIN - self.left - self.right
         drawing = tag("svg", self.content, x=_MARGIN + self.left, y=top, width=width, height=self.height,
@@ -183,7 +186,15 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 
+def _swatch_width(kind: str) -> int:
+    return 14 * SHADES if kind == "ramp" else 14
+
+
 def _swatch(kind: str) -> Markup:
+    if kind == "ramp":
+        return join(
+            tag("rect", x=14 * place, y=0.5, width=14, height=13, class_=f"h{place}") for place in range(SHADES)
+        )
     if kind in ("tuned", "even"):
         return tag("line", x1=0, x2=14, y1=7, y2=7, class_=kind)
     if kind in ("dot", "again", "edot", "best", "base"):

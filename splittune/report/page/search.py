@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 from splittune.profiling.measurement import Outcome
 from splittune.report.page.markup import Markup, join
-from splittune.report.page.picture import Picture, across, dot, down, line, square, ticks, words
+from splittune.report.page.picture import SHADES, Picture, across, dot, down, line, square, ticks, words
 from splittune.report.page.source import TrialRow
 from splittune.report.words import count_of
 from splittune.split.batch_split import listed_shares
 
-# Shades of speed, from the slowest trial that ran to the fastest.
-_SHADES = 5
 _MOST_HEIGHT = 520
 _HISTORY_HEIGHT = 210
 WHAT_FAILED = {
@@ -28,6 +26,11 @@ def rate_text(rate: float | None) -> str:
     if rate is None:
         return ""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:#.3g}"
+
+
+def tried_text(number: int, noun: str, failed: int) -> str:
+    """``"12 trials, 3 of which did not fit"``, or ``"12 trials, all of which fit"``."""
+    return f"{count_of(number, noun)}, {f'{failed} of which did not fit' if failed else 'all of which fit'}"
 
 
 def split_map(trials: Sequence[TrialRow], best: TrialRow | None, baseline: TrialRow | None) -> Picture:
@@ -70,17 +73,19 @@ def split_map(trials: Sequence[TrialRow], best: TrialRow | None, baseline: Trial
         if row.throughput is None or not row.fits:
             drawn.append(square(x, y, 1.8 * radius, "lack", f"{_said(row)}: {WHAT_FAILED[row.outcome]}"))
         else:
-            shade = 0 if most <= least else min(int((row.throughput - least) / (most - least) * _SHADES), _SHADES - 1)
+            shade = 0 if most <= least else min(int((row.throughput - least) / (most - least) * SHADES), SHADES - 1)
             drawn.append(dot(x, y, radius, f"h{shade}", f"{_said(row)}: {rate_text(row.throughput)} samples/s"))
         if best is not None and row.shape == best.shape:
             drawn.append(dot(x, y, radius + 3, "best"))
         elif baseline is not None and row.shape == baseline.shape:
             drawn.append(dot(x, y, radius + 3, "base"))
-    key = _speed_key(least, most) if rates else []
-    key += [("best", "the best")] * (best is not None) + [("base", "the even split")] * (baseline is not None)
+    has_base = baseline is not None and (best is None or baseline.shape != best.shape)
+    ramp = [("ramp", f"{rate_text(least)} to {rate_text(most)} samples/s")] if most > least else []
+    key = ramp or ([("h0", f"{rate_text(most)} samples/s")] if rates else [])
+    key += [("best", "the best")] * (best is not None) + [("base", "the even split")] * has_base
     failed = sum(not row.fits for row in latest.values())
     key += [("lack", "does not fit, or leaves too little free")] * bool(failed)
-    told = f"{count_of(len(latest), 'split')}, {failed or 'none'} of which did not fit: down, the accumulation steps;"
+    told = f"{tried_text(len(latest), 'split', failed)}: down, the accumulation steps;"
     told = f"{told} across, {'samples a second' if is_single else 'how much of each micro-batch GPU 0 takes'}"
     return Picture(
         title="What was tried",
@@ -144,13 +149,6 @@ def history(trials: Sequence[TrialRow], even_rate: float | None, stopped: str) -
         right=8,
         key=tuple(key),
     )
-
-
-def _speed_key(least: float, most: float) -> list[tuple[str, str]]:
-    if most <= least:
-        return [("h0", f"{rate_text(most)} samples/s")]
-    return [("h0", f"{rate_text(least)} samples/s"), *((f"h{shade}", "") for shade in range(1, _SHADES - 1)),
-            (f"h{_SHADES - 1}", f"{rate_text(most)} samples/s")]  # fmt: skip
 
 
 def _share(row: TrialRow) -> float:

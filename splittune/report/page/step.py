@@ -66,12 +66,12 @@ def step_picture(times: StepTimes, *, is_modelled: bool) -> Picture:
               for mark in marks]  # fmt: skip
     micro_steps = count_of(times.accumulation_steps, "micro-step")
     told = f"One of {micro_steps}, and" if is_short else f"{micro_steps[0].upper()}{micro_steps[1:]}, then"
+    pace = " The slowest card sets the pace, and the others wait." if len(times.busy_s) > 1 else ""
     return Picture(
         title="One step, card by card",
         sentence=(
             f"{told} what comes once a step: each micro-step takes {format_time(times.micro_step_s)}, the update and "
-            f"its copies {format_time(times.update_s)}{' (modelled)' if is_modelled else ''}. The slowest card sets "
-            "the pace, and the others wait."
+            f"its copies {format_time(times.update_s)}{' (modelled)' if is_modelled else ''}.{pace}"
         ),
         content=join(drawn),
         height=bottom + 26,

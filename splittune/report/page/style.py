@@ -60,11 +60,12 @@ font-weight:600;line-height:22px;vertical-align:2px}
 .tile,section{background:var(--card);border:1px solid var(--line);border-radius:14px}
 .tile{padding:14px 16px}
 .tile h2{font-size:13px;font-weight:600;color:var(--soft);letter-spacing:0;margin:0 0 2px}
-.tile .big{font-size:25px;font-weight:680;line-height:1.2;letter-spacing:-.015em;overflow-wrap:anywhere}
+.tile .big{font-size:22px;font-weight:680;line-height:1.2;letter-spacing:-.015em;overflow-wrap:anywhere}
 .tile p{font-size:14px;color:var(--soft);margin:4px 0 0;line-height:1.4}
 section{padding:20px 22px 18px;margin:0 0 16px}
 section>p{color:var(--soft);margin:0 0 14px}
 .why p,.do p{color:var(--ink)}
+header section{padding:14px 22px 16px}
 pre{background:var(--track);border-radius:9px;padding:12px 14px;margin:10px 0 0;white-space:pre-wrap;
 overflow-wrap:anywhere}
 figure{margin:0 0 10px}
@@ -80,9 +81,10 @@ th,td{padding:5px 12px 5px 0;border-bottom:1px solid var(--line);overflow-wrap:b
 th:last-child,td:last-child{padding-right:0}
 td.n,th.n{text-align:right}td.n{white-space:nowrap}
 td.w{overflow-wrap:anywhere;min-width:6em}
-td.c,th.c{text-align:right;min-width:6.5em}
+td.c,th.c{text-align:right;overflow-wrap:anywhere;min-width:6.5em}
 tr.best td{background:var(--tint)}
 details{margin-top:8px}
+.note{font-size:13px;color:var(--soft)}
 summary{cursor:pointer;font-size:13.5px;color:var(--accent);font-weight:600;padding:2px 0}
 footer{color:var(--soft);font-size:13px;padding:4px 2px}
 footer p{max-width:none;margin:2px 0}

@@ -18,10 +18,16 @@ _MOST_WORDS = 150
 _COLUMNS = 4
 
 
-def table(caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[tuple[Sequence[str], bool]]) -> Markup:
+def table(
+    caption: str,
+    heads: Sequence[tuple[str, str]],
+    rows: Iterable[tuple[Sequence[str], bool]],
+    *,
+    is_wide: bool = True,
+) -> Markup:
     """`heads` are names and classes: "n" for numbers, "w" for long text. A row is its cells, and whether to mark it.
 
-    On a phone each row becomes a block, its cells named.
+    On a phone each row of one that is wide becomes a block, its cells named.
     """
     return tag(
         "table",
@@ -36,7 +42,7 @@ def table(caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[tuple[S
                 for cells, marked in rows
             ),
         ),
-        class_="stack",
+        class_="stack" if is_wide else None,
     )  # fmt: skip
 
 
@@ -57,7 +63,14 @@ def memory_tables(caption: str, cards: Sequence[CardMemory]) -> list[Markup]:
             ("must stay free", [format_bytes(card.demanded_bytes) for card in firsts]),
             ("in all", [format_bytes(card.memory.total_bytes) for card in firsts]),
         ]
-        tables.append(table("" if start else caption, heads, [([name, *cells], False) for name, cells in rows]))
+        tables.append(
+            table(
+                "" if start else caption,
+                heads,
+                [([name, *cells], False) for name, cells in rows],
+                is_wide=len(heads) > 3,
+            )
+        )
     return tables
 
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from math import hypot
 
 from splittune.config.split_config import SplitConfig
+from splittune.hardware.virtual.efficiency import MEDIAN_TIME_ERROR
 from splittune.profiling.measurement import Measurement
 from splittune.report.page.document import document, headline, pictured, section, tile, tiles
 from splittune.report.page.markup import Markup, tag
 from splittune.report.page.memory import CardMemory, card_memories, memory_picture
 from splittune.report.page.picture import Picture, cut
-from splittune.report.page.search import history, split_map
+from splittune.report.page.search import history, split_map, tried_text
 from splittune.report.page.source import BusyRow, SearchFiles, TrialRow
 from splittune.report.page.step import StepTimes, step_picture
 from splittune.report.page.tables import memory_tables, trials_table
@@ -43,8 +44,8 @@ def search_page(files: SearchFiles) -> str:
     pictures = search_pictures(files)
     body = [
         _answer(config, found, files.trials),
-        pictured(pictures["memory"], *numbers) if "memory" in pictures else None,
         _why(found),
+        pictured(pictures["memory"], *numbers) if "memory" in pictures else None,
         *_pictured_trials(pictures, files.trials, row_of(files.trials, found.best)),
     ]
     return document(f"splittune: {_headline(found)}", body, _footer(config))
@@ -105,8 +106,7 @@ def _answer(config: SplitConfig, found: Found, trials: Sequence[TrialRow]) -> Ma
     cards = config.virtual_spec or _names(config)
     kicker = " · ".join(each for each in (found.job, cards) if each)
     steps = count_of(best.split.accumulation_steps, "accumulation step")
-    failed = sum(not row.fits for row in trials)
-    tried = f"{count_of(len(trials), 'trial')}, {failed or 'none'} of which did not fit"
+    tried = tried_text(len(trials), "trial", sum(not row.fits for row in trials))
     what = f"samples per GPU, in {steps}; {best.split.global_batch_size} behind each optimizer step"
     each = [
         tile("What to set", shares_of(best.split), what),
@@ -167,7 +167,7 @@ def _speed_beside(best: Measurement, even: Measurement | None, kind: str) -> str
 
 def _how_sure(best: Measurement, even: Measurement | None, tried: str, *, is_modelled: bool) -> Markup:
     if is_modelled:
-        return tile("How sure", "Modelled", f"no card was timed: see the foot of this page; {tried}")
+        return tile("How sure", "Modelled", f"such times were off by {MEDIAN_TIME_ERROR:.0%} in the median; {tried}")
     error = best.relative_error
     if error is None:
         return tile("How sure", "Measured", tried)

@@ -20,9 +20,9 @@ SCRIPT = "<script>document.title='run'</script><img src=x onerror=alert(1)>\"&'"
 
 @dataclass(frozen=True)
 class Cards:
-    """Cards of 24 GiB, of which others hold a gibibyte, and 18 more of the first.
+    """Cards of 24 GiB, of which others hold one, of GPU 0 in one process 19; half a gibibyte must stay free.
 
-    All keep half a gibibyte free. A card takes 2 GiB (GPU 0 one more), and 0.25 for each of its samples; GPU 0 besides 0.02 for each of all; ranks have neither. A
+    A card takes 2 GiB, and 0.25 for each of its samples; GPU 0 in one process one more, and 0.02 for each of all. A
     micro-step takes 5 ms and 2 for each sample of the largest share, an update 4 ms.
     """
 
