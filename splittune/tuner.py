@@ -320,4 +320,5 @@ def result_of(
         foretold=foretold,
         job=job.title,
         model=model_bytes_of(job.parameter_bytes, job.gradient_bytes),
+        modules=job.modules,
     )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from splittune.config.data import Strategy
 from splittune.errors import ConfigError
@@ -22,6 +22,7 @@ from splittune.report.page.notebook import plan_output
 from splittune.report.page.planned import plan_row_of
 from splittune.report.page.source import rows_of
 from splittune.report.tables import csv_text
+from splittune.report.words import count_of
 from splittune.search import Trial
 
 if TYPE_CHECKING:
@@ -126,6 +127,9 @@ class Plan:
     def _repr_html_(self) -> str:
         text = csv_text(capacity_table(self.rows))
         return plan_output(rows_of(text, CAPACITY_FILE, plan_row_of)) if self.rows else "An empty plan."
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"Plan: {count_of(len(self.rows), 'row')}")
 
     def _given_rows(self) -> tuple[CapacityRow, ...]:
         if not self.machines:

@@ -16,6 +16,7 @@ from splittune.config.files import read_text
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import Measurement
 from splittune.report.memory_parts import MemoryParts
+from splittune.training.module_memory import ModuleMemory
 
 SCHEMA = 1
 AGAIN = "Tune again, or restore the folder as `splittune tune` left it."
@@ -41,6 +42,8 @@ class Found:
     explanation: str = ""
     foretold: str = ""
     """What a plan for these cards said, beside what was measured; empty where there is none."""
+    modules: tuple[ModuleMemory, ...] = ()
+    """What the model's modules hold, most first."""
 
     def to_text(self) -> str:
         """As JSON that ends in a newline."""
@@ -50,6 +53,7 @@ class Found:
             "best": self.best.to_dict(),
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
             "best_parts": [asdict(parts) for parts in self.best_parts],
+            "modules": [asdict(module) for module in self.modules],
             "baseline_parts": [asdict(parts) for parts in self.baseline_parts],
         }
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
@@ -72,6 +76,7 @@ class Found:
                     baseline=None if baseline is None else Measurement.from_dict(baseline),
                     best_parts=_parts(data["best_parts"]),
                     baseline_parts=_parts(data["baseline_parts"]),
+                    modules=tuple(ModuleMemory(**module) for module in data["modules"]),
                     facts=tuple(map(str, data["facts"])),
                     **{name: str(data[name]) for name in _WORDS},
                 )

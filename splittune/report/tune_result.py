@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from splittune.config.files import write_atomically
 from splittune.config.split_config import SplitConfig
@@ -28,6 +29,7 @@ from splittune.report.tables import csv_text, devices_table, save_csv, trials_ta
 from splittune.report.words import describe_model_error
 from splittune.search import Trial
 from splittune.search.result import speedup_over
+from splittune.training.module_memory import ModuleMemory
 
 # Columns of the explanation's file, as any terminal shows them. A choice.
 EXPLANATION_WIDTH = 100
@@ -59,6 +61,8 @@ class TuneResult:
     """What was trained, ``"ByteGPT of 812800 parameters"``; empty where nobody said."""
     model: ModelBytes | None = None
     """What the model takes once; None where nobody said."""
+    modules: tuple[ModuleMemory, ...] = ()
+    """What its modules hold, most first; activations where the step was run on shapes."""
 
     @property
     def speedup(self) -> float | None:
@@ -125,6 +129,10 @@ class TuneResult:
     def _repr_html_(self) -> str:
         return search_output(self._files())
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """One line where a notebook shows text: the trials would fill pages."""
+        printer.text(f"TuneResult: {self.config.summary()}, {len(self.trials)} trials")
+
     def _files(self) -> SearchFiles:
         """What a report reads of this result, were it saved."""
         trials = trials_table(self.trials, is_modelled=self.config.is_modelled)
@@ -152,6 +160,7 @@ class TuneResult:
             facts=self.facts,
             remedy=self.remedy,
             explanation=self.explanation,
+            modules=self.modules,
             foretold="" if self.foretold is None else describe_foretold(self.foretold, self.best),
         )
 

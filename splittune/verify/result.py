@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from splittune.config.split_config import SplitConfig
 from splittune.hardware.base import Device, DeviceMemory
@@ -141,6 +142,9 @@ class Verification:
         title = "Verified" if self.is_verified else "Not verified"
         beneath = table("What torch's allocator held at its peak.", heads, rows)
         return memory_output(title, self.summary, cards, beneath, is_modelled=self.is_modelled)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.summary)
 
     @property
     def _lacking_bytes(self) -> tuple[int, ...]:

@@ -19,11 +19,14 @@ from splittune.report.page.tuned import search_answer, search_pictures
 _SCOPE = "splittune-output"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Drawing:
     """Pictures below one another; a notebook shows them, and `save` writes them as an SVG file."""
 
     pictures: tuple[Picture, ...]
+
+    def __repr__(self) -> str:
+        return f"Drawing: {'; '.join(picture.title for picture in self.pictures)}"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the pictures as SVG, which stands alone: the same result gives the same bytes.

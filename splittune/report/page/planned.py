@@ -111,7 +111,7 @@ def _headline(best: PlanRow | None) -> str:
 
 
 def _answer(rows: Sequence[PlanRow]) -> Markup:
-    best, machines = _best(rows), list(dict.fromkeys(row.machine for row in rows))
+    best, machines = _best(rows), list(dict.fromkeys(row.devices for row in rows))
     kicker = f"A plan of {count_of(len(rows), 'row')}: {cut(', '.join(machines), 160)}"
     if best is None:
         return tag("header", headline(kicker, _headline(best), "What each lacked stands below.", "modelled"))
@@ -194,8 +194,8 @@ def _x(place: int, rows: Sequence[PlanRow]) -> float:
 def plan_table(rows: Sequence[PlanRow]) -> Markup:
     """A row for each machine and batch size."""
     best = _best(rows)
-    heads = [("machine", "w"), ("batch", "n"), ("best split", "w"), ("samples/s", "n"), ("step", "n"),
-             ("even split", "w"), ("its samples/s", "n"), ("gain", "n"), ("largest micro-batch", "n"),
+    heads = [("machine", "w"), ("batch", "n"), ("best split", "t"), ("samples/s", "n"), ("step", "n"),
+             ("even split", "t"), ("its samples/s", "n"), ("gain", "n"), ("largest micro-batch", "n"),
              ("config", "w")]  # fmt: skip
     cells = [
         (

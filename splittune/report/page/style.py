@@ -80,7 +80,7 @@ th{text-align:left;font-weight:600;color:var(--soft);vertical-align:bottom}
 th,td{padding:5px 12px 5px 0;border-bottom:1px solid var(--line);overflow-wrap:break-word;vertical-align:top}
 th:last-child,td:last-child{padding-right:0}
 td.n,th.n{text-align:right}td.n{white-space:nowrap}
-td.w{overflow-wrap:anywhere;min-width:6em}
+td.w,td.t{overflow-wrap:anywhere;min-width:6em}
 td.c,th.c{text-align:right;overflow-wrap:anywhere;min-width:6.5em}
 tr.best td{background:var(--tint)}
 details{margin-top:8px}
@@ -90,7 +90,8 @@ footer{color:var(--soft);font-size:13px;padding:4px 2px}
 footer p{max-width:none;margin:2px 0}
 @media(max-width:680px){
 main{padding:20px 12px 32px}section{padding:16px 14px 14px;border-radius:12px}
-.tiles{gap:10px}
+.tiles{gap:10px;grid-template-columns:1fr 1fr}.tile{padding:11px 12px}.tile .big{font-size:18px}
+header section{padding:12px 14px 14px}
 table.stack,table.stack tbody,table.stack caption{display:block}
 table.stack thead{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
 table.stack tr{display:grid;grid-template-columns:1fr 1fr;gap:1px 12px;padding:8px 0;

@@ -84,7 +84,7 @@ def _size(size: int | None) -> str:
 
 def trials_table(trials: Sequence[TrialRow], best: TrialRow | None) -> Markup:
     """A row for every trial, in the order of the search."""
-    heads = [("trial", "n"), ("steps", "n"), ("samples per GPU", "w"), ("samples/s", "n"), ("step", "n"),
+    heads = [("trial", "n"), ("steps", "n"), ("samples per GPU", "t"), ("samples/s", "n"), ("step", "n"),
              ("± (95 %)", "n"), ("least left", "n"), ("result", ""), ("why it was tried", "w")]  # fmt: skip
     has_error = any(row.relative_error for row in trials)
     has_replicas = any(row.loss_placement == "replica" for row in trials)

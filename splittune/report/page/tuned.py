@@ -11,6 +11,7 @@ from splittune.profiling.measurement import Measurement
 from splittune.report.page.document import document, headline, pictured, section, tile, tiles
 from splittune.report.page.markup import Markup, tag
 from splittune.report.page.memory import CardMemory, card_memories, memory_picture
+from splittune.report.page.modules import modules_picture, modules_table
 from splittune.report.page.picture import Picture, cut
 from splittune.report.page.search import history, split_map, tried_text
 from splittune.report.page.source import BusyRow, SearchFiles, TrialRow
@@ -46,9 +47,17 @@ def search_page(files: SearchFiles) -> str:
         _answer(config, found, files.trials),
         _why(found),
         pictured(pictures["memory"], *numbers) if "memory" in pictures else None,
+        _pictured_modules(found),
         *_pictured_trials(pictures, files.trials, row_of(files.trials, found.best)),
     ]
     return document(f"splittune: {_headline(found)}", body, _footer(config))
+
+
+def _pictured_modules(found: Found) -> Markup | None:
+    if not found.modules:
+        return None
+    samples = max(found.best.split.shard_sizes)
+    return pictured(modules_picture(found.modules, samples), modules_table(found.modules, samples))
 
 
 def _pictured_trials(

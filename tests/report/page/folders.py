@@ -13,6 +13,7 @@ from splittune.report import TuneResult, save_tables
 from splittune.report.state_parts import ModelBytes
 from splittune.search import Trial
 from splittune.split import BatchSplit
+from splittune.training.module_memory import ModuleMemory
 from splittune.units import GIB, MIB
 
 SCRIPT = "<script>document.title='run'</script><img src=x onerror=alert(1)>\"&'"
@@ -131,6 +132,15 @@ def search(
         config=config,
         stopped="converged",
         job=job,
+        modules=(
+            ModuleMemory(
+                name="h.*.mlp" if job != SCRIPT else SCRIPT,
+                count=12,
+                parameter_bytes=GIB // 3,
+                activation_bytes=GIB // 8,
+            ),
+            ModuleMemory(name="(itself)", count=1, parameter_bytes=GIB // 6, activation_bytes=GIB // 16),
+        ),
         model=ModelBytes(parameter_bytes=GIB // 2, gradient_bytes=GIB // 2),
     )
 

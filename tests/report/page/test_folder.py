@@ -115,7 +115,7 @@ def test_a_result_without_trials_or_memory_has_a_report(tmp_path: Path) -> None:
     """What is not known is left out, not drawn as nothing."""
     result = folders.search(folders.NORMAL)
     bare = replace(result.best, memory=(), device_busy_s=None)
-    replace(result, best=bare, baseline=None, trials=()).save(tmp_path)
+    replace(result, best=bare, baseline=None, trials=(), modules=()).save(tmp_path)
     page = report_of(tmp_path)
     assert "It fits, where no even split does" in page
     assert "Memory of every card" not in page

@@ -6,6 +6,8 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
+from IPython.lib.pretty import pretty
+
 from splittune.planning import Plan
 from splittune.verify.result import Lack, Verification
 from tests.report.page import folders
@@ -35,6 +37,15 @@ def test_a_result_shows_its_answer_in_a_notebook() -> None:
     style = output[output.index("<style>") + 7 : output.index("</style>")]
     selectors = [one.strip() for rule in style.split("}") for one in rule.partition("{")[0].split(",") if one.strip()]
     assert all(one.startswith(".splittune-output") for one in selectors)
+
+
+def test_as_text_a_result_is_one_line() -> None:
+    """IPython asks for text, too, and keeps it in the notebook: no trials by the page."""
+    result = folders.search(folders.NORMAL)
+    for shown in (result, result.plot(), Plan()):
+        text = pretty(shown)
+        assert "\n" not in text
+        assert text.startswith(type(shown).__name__)
 
 
 def test_a_plan_shows_its_rows_in_a_notebook() -> None:
