@@ -84,6 +84,8 @@ class PartsOfTrials:
         if fixed is None or resting is None:
             return part
         parameters = min(model.parameter_bytes, fixed)
+        if part.device and not self._in_ranks:  # GPU 0 alone updates
+            return replace(part, parameter_bytes=parameters, optimizer_bytes=0)
         waiting = model.gradient_bytes * (accumulates + self._in_ranks)
         state = max(0, min(resting - model.parameter_bytes - waiting, fixed - parameters))
         return replace(part, parameter_bytes=parameters, optimizer_bytes=state)

@@ -15,6 +15,7 @@ _ROW = 40
 
 def modules_picture(modules: Sequence[ModuleMemory], samples: int) -> Picture:
     """A bar for each: parameters, and the activations of `samples` samples, the largest share."""
+    modules = sorted(modules, key=lambda module: -sum(_sizes(module, samples)))
     scale = max(sum(_sizes(module, samples)) for module in modules) or 1
     drawn = []
     for place, module in enumerate(modules):
@@ -34,7 +35,8 @@ def modules_picture(modules: Sequence[ModuleMemory], samples: int) -> Picture:
         ]
     has_activations = any(module.activation_bytes is not None for module in modules)
     kept = (
-        f"Parameters, and what the forward of {samples} samples, the largest share, keeps for the backward (accounted)."
+        f"Parameters, and what the forward of {samples} samples, the largest share, keeps for the backward "
+        "(accounted); what an operation needs for a moment comes on top."
         if has_activations
         else "Parameters: sizes of the model."
     )

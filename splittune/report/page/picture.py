@@ -16,7 +16,8 @@ from splittune.report.page.style import picture_style
 
 # Width of a picture by itself, in pixels, and what its key takes. Choices.
 ALONE_WIDTH = 820
-_KEY_COLUMN = 260
+# Width of a letter of 12 pixels in the widest of the common fonts, DejaVu Sans, on average.
+_WIDEST = 7.2
 _KEY_ROW = 20
 _MARGIN = 20
 # Shades of speed, from the slowest trial that ran to the fastest: the classes "h0" to "h4" of the style.
@@ -82,17 +83,18 @@ class Picture:
 
     def alone(self, top: float) -> tuple[Markup, float]:
         """As part of a drawing of `ALONE_WIDTH` whose next free line is `top`; with the next free line after it."""
-        columns = ALONE_WIDTH // _KEY_COLUMN
         heading = tag("text", self.title, x=_MARGIN, y=top + 16, class_="b")
         top += 34
-        swatches = []
-        for place, (kind, meaning) in enumerate(self.key):
-            x, y = _MARGIN + place % columns * _KEY_COLUMN, top + place // columns * _KEY_ROW
-            swatches.append(
-                tag("svg", _swatch(kind), x=x, y=y, width=_swatch_width(kind), height=14, overflow="visible")
-            )
-            swatches.append(tag("text", meaning, x=x + 6 + _swatch_width(kind), y=y + 11, class_="s"))
-        top += math.ceil(len(self.key) / columns) * _KEY_ROW + 10
+        swatches, x = [], float(_MARGIN)
+        for kind, meaning in self.key:
+            swatch = _swatch_width(kind)
+            needs = swatch + 6 + _WIDEST * len(meaning)
+            if x > _MARGIN and x + needs > ALONE_WIDTH - _MARGIN:
+                x, top = float(_MARGIN), top + _KEY_ROW
+            swatches.append(tag("svg", _swatch(kind), x=x, y=top, width=swatch, height=14, overflow="visible"))
+            swatches.append(tag("text", meaning, x=x + swatch + 6, y=top + 11, class_="s"))
+            x += needs + 14
+        top += _KEY_ROW + 10
         width = ALONE_WIDTH - 2 * _MARGIN - self.left - self.right
         drawing = tag("svg", self.content, x=_MARGIN + self.left, y=top, width=width, height=self.height,
                       overflow="visible")  # fmt: skip

@@ -81,6 +81,15 @@ def test_every_report_can_be_read_on_paper(reports: dict[str, str], tmp_path: Pa
     assert data.count(b"/Type /Page\n") >= 2
 
 
+def test_pictures_that_stand_alone_can_be_read(tmp_path: Path) -> None:
+    """As a notebook has them: no text on another, also in their keys."""
+    policy = '<meta http-equiv="Content-Security-Policy" content="">'
+    shown = {name: folders.search(getattr(folders, name)).plot()._repr_svg_() for name in ("NORMAL", "ONE", "EIGHT")}
+    pages = {name: f'{policy}<body style="margin:0;background:#fff">{svg}</body>' for name, svg in shown.items()}
+    for seen in look_at(tmp_path, pages, (840,)):
+        assert seen["wrong"] == [], seen["name"]
+
+
 def test_the_audit_finds_what_is_wrong(tmp_path: Path, reports: dict[str, str]) -> None:
     """A page that is too wide, texts that lie on one another, a pale text, a script and a picture from elsewhere."""
     bad = reports["normal"].replace(
