@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from splittune.report.page.markup import Markup, join
 from splittune.report.page.picture import Picture, box, cut, words
 from splittune.report.page.tables import table
+from splittune.report.words import count_of
 from splittune.training.module_memory import ModuleMemory
 from splittune.units import format_bytes
 
@@ -51,13 +52,16 @@ def modules_picture(modules: Sequence[ModuleMemory], samples: int) -> Picture:
 
 def modules_table(modules: Sequence[ModuleMemory], samples: int) -> Markup:
     """A row for each."""
-    heads = [("module", "w"), ("parameters", "n"), ("activations of a sample", "n"), (f"of {samples}", "n")]
+    heads = [("module", "w"), ("parameters", "n"), ("1 sample", "n"), (count_of(samples, "sample"), "n")]
     rows = []
     for module in modules:
         each = module.activation_bytes
         sizes = ["", ""] if each is None else [format_bytes(each), format_bytes(each * samples)]
         rows.append(([_named(module), format_bytes(module.parameter_bytes), *sizes], False))
-    return table("Modules of a list together; what modules of others keep is theirs, not the outer one's.", heads, rows)
+    told = (
+        "Parameters, and what is kept for the backward of samples, without what inner modules keep; modules of a list"
+    )
+    return table(f"{told} together.", heads, rows, is_wide=False)
 
 
 def _sizes(module: ModuleMemory, samples: int) -> tuple[int, int]:

@@ -80,7 +80,7 @@ def split_map(trials: Sequence[TrialRow], best: TrialRow | None, baseline: Trial
         elif baseline is not None and row.shape == baseline.shape:
             drawn.append(dot(x, y, radius + 3, "base"))
     has_base = baseline is not None and (best is None or baseline.shape != best.shape)
-    ramp = [("ramp", f"{rate_text(least)} to {rate_text(most)} samples/s")] if most > least else []
+    ramp = [("ramp", f"{rate_text(least)} to {rate_text(most)} samples/s")] if rates and most > least else []
     key = ramp or ([("h0", f"{rate_text(most)} samples/s")] if rates else [])
     key += [("best", "the best")] * (best is not None) + [("base", "the even split")] * has_base
     failed = sum(not row.fits for row in latest.values())
@@ -89,7 +89,7 @@ def split_map(trials: Sequence[TrialRow], best: TrialRow | None, baseline: Trial
     told = f"{told} across, {'samples a second' if is_single else 'how much of each micro-batch GPU 0 takes'}"
     return Picture(
         title="What was tried",
-        sentence=f"{told}{'' if is_single else '; the stronger the colour, the faster'}.",
+        sentence=f"{told}{'' if is_single or not rates else '; the stronger the colour, the faster'}.",
         content=join(drawn),
         height=height + 42,
         left=74,

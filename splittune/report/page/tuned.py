@@ -67,6 +67,8 @@ def _pictured_trials(
     shown = [pictured(pictures[name]) for name in ("step", "map") if name in pictures]
     if "history" in pictures:
         shown.append(pictured(pictures["history"], trials_table(trials, best), class_="long"))
+    elif trials:
+        shown.append(section("Every trial", trials_table(trials, best), class_="long"))
     return shown
 
 
@@ -87,7 +89,8 @@ def search_pictures(files: SearchFiles) -> dict[str, Picture]:
         pictures["map"] = split_map(files.trials, best, baseline)
         even_rate = None if found is None or found.baseline is None else found.baseline.throughput
         stopped = "" if found is None else _why_stopped(found.stopped)
-        pictures["history"] = history(files.trials, even_rate, stopped)
+        if any(row.throughput is not None for row in files.trials):
+            pictures["history"] = history(files.trials, even_rate, stopped)
     return pictures
 
 

@@ -104,6 +104,7 @@ def test_where_nothing_fits_the_tables_alone_are_reported(tmp_path: Path) -> Non
     page = report_of(tmp_path)
     assert "No split fits" in page
     assert "device 0: 1.00 GiB lacked" in page
+    assert "How the search went" not in page, "nothing was timed"
     folders.search(folders.NORMAL).save(tmp_path)
     folders.failed(tmp_path)
     assert save_failed_report(tmp_path).read_text(encoding="utf-8") == page
