@@ -15,7 +15,7 @@ from splittune.report.capacity.table import capacity_table
 from splittune.report.page import save_failed_report, save_report
 from splittune.report.tables import save_csv
 from splittune.units import format_bytes
-from tests.report.capacity.rows import lacking_row, row
+from tests.report.capacity.rows import ONE_STEP, TUNED, lacking, lacking_row, ran, row, trials_of
 from tests.report.page import folders
 
 LARGEST = 300_000
@@ -173,3 +173,24 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     save_csv(capacity_table([]), tmp_path / "capacity.csv")
     with pytest.raises(ConfigError, match=r"capacity\.csv has no row"):
         save_report(tmp_path)
+
+
+def test_a_plan_in_which_nothing_fits_says_so_first(tmp_path: Path) -> None:
+    """What each row lacked follows; there is nothing to draw a memory of."""
+    save_capacity([lacking_row(), lacking_row(devices="1xCARD")], tmp_path)
+    page = report_of(tmp_path)
+    assert "<h1>No split fits on any of these machines</h1>" in page
+    assert page.count("device 1 lacked 2.00 GiB.") == 2
+    assert "Memory of the fullest card" not in page
+
+
+def test_a_plan_of_given_splits_compares_them_with_nothing(tmp_path: Path) -> None:
+    """The fastest that fits is named, by its split."""
+    given = [
+        row(best=run, baseline=None, trials=trials_of(run), largest=None, is_given=True)
+        for run in (ran(TUNED), lacking(ONE_STEP))
+    ]
+    save_capacity(given, tmp_path)
+    page = report_of(tmp_path)
+    assert "The fastest of the given splits that fit: 2 x (8+24)." in page
+    assert "even split" not in page[: page.index("Throughput by batch size")]
