@@ -44,10 +44,11 @@ def split_map(trials: Sequence[TrialRow], best: TrialRow | None, baseline: Trial
     each = max(1, round(14 / row_height + 0.4))  # rows to one that is labelled
     height = row_height * len(steps)
     is_single = all(len(row.shard_sizes) == 1 for row in latest.values())
-    rates = [row.throughput for row in latest.values() if row.throughput is not None]
+    timed = [(row.throughput, row.fits) for row in latest.values() if row.throughput is not None]
+    rates = [rate for rate, fits in timed if fits]
     least, most = min(rates, default=0.0), max(rates, default=1.0)
     if is_single:
-        marks = ticks(most)
+        marks = ticks(max((rate for rate, _ in timed), default=1.0))
         top, labels = marks[-1], [rate_text(mark) if mark else "0" for mark in marks]
     else:
         top = _round_up(max((_share(row) for row in latest.values()), default=1.0))
