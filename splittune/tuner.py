@@ -31,6 +31,7 @@ from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.report import TuneResult
 from splittune.report.progress import callback_for
+from splittune.report.state_parts import model_bytes_of
 from splittune.runners.base import DeviceView, JobFacts, Runner
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, JobSource, WorkerRunner
@@ -331,4 +332,7 @@ def result_of(
         notes=tuple(note for note in (no_mean, slow) if note is not None),
         foretold=foretold,
         nodes=job.nodes,
+        job=job.title,
+        model=model_bytes_of(job.parameter_bytes, job.gradient_bytes),
+        modules=job.modules,
     )

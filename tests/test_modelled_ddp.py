@@ -31,6 +31,8 @@ def test_ranks_are_tuned_on_virtual_cards(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "devices.csv",
         "explanation.txt",
+        "report.html",
+        "result.json",
         "split.json",
         "trials.csv",
     ]

@@ -12,6 +12,7 @@ from splittune.cli.demo import demo
 from splittune.cli.devices import devices
 from splittune.cli.export import export
 from splittune.cli.plan import plan
+from splittune.cli.report import report
 from splittune.cli.tune import tune
 from splittune.cli.verify import verify
 from splittune.errors import NoFeasibleSplitError, SplittuneError, WorkerError
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (tune, plan, verify, export, demo, devices):
+for command in (tune, plan, verify, report, export, demo, devices):
     app.command()(command)
 
 

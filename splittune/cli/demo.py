@@ -46,7 +46,7 @@ def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False, verbose
     torch.set_num_threads(1)
     _plan_gpt2(out / "gpt2", quiet=quiet, verbose=verbose)
     _train_byte_gpt(out, verbose=verbose)
-    say(f"Saved in {out}: split.json, trials.csv, devices.csv, explanation.txt; those of GPT-2 in gpt2/")
+    say(f"Saved in {out}: report.html (open it in a browser), split.json, the trials; those of GPT-2 in gpt2/")
     say("For your own model: splittune tune FILE.py:FUNCTION")
 
 

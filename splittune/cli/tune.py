@@ -22,6 +22,7 @@ from splittune.cli.console import (
 )
 from splittune.cli.options import JobArgument, OutOption, QuietOption, StrategyOption, VerboseOption
 from splittune.config.files import check_writable
+from splittune.errors import NoFeasibleSplitError
 from splittune.hardware import resolve_hardware
 from splittune.hardware.cuda import count_visible_devices
 from splittune.modelled_ddp import tune_by_strategy, virtual_cards
@@ -35,6 +36,7 @@ from splittune.options import (
 )
 from splittune.report import TuneResult, save_tables
 from splittune.report.console import show_notes, show_result
+from splittune.report.page import save_failed_report
 from splittune.report.progress import ConsoleCallback, SilentCallback
 from splittune.runners.base import DeviceView, Runner
 from splittune.runners.in_process import InProcessRunner
@@ -124,7 +126,8 @@ def tune(
         search = partial(tune_by_strategy, _task_of(job, global_batch_size), cards, options, strategy=chosen)
     result = tune_and_save(search, out, quiet=quiet, verbose=verbose)
     show_result(result, console, verbose=verbose)
-    say(f"\nSaved in {out}: split.json, trials.csv, devices.csv, explanation.txt. To train:")
+    say(f"\nSaved in {out}: split.json, report.html (open it in a browser), trials.csv, devices.csv,")
+    say("explanation.txt, result.json. To train:")
     say(f'    config = splittune.SplitConfig.load("{out / "split.json"}")')
     say_how_to_wrap(result.config.strategy)
     show_notes(result, console)
@@ -151,6 +154,8 @@ def tune_and_save(
         if callback.cards is not None and callback.trials:
             save_tables(out, callback.trials, callback.cards.devices, is_modelled=callback.cards.is_modelled)
             say(f"Finished trials kept in {out}/trials.csv: {len(callback.trials)}.")
+            if isinstance(error, NoFeasibleSplitError):
+                say(f"What was tried: {save_failed_report(out)}")
         if isinstance(error, KeyboardInterrupt):
             say("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
             raise typer.Exit(EXIT_INTERRUPTED) from None

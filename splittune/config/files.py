@@ -39,6 +39,23 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> Path:
     return Path(path)
 
 
+def read_text(path: str | os.PathLike[str], advice: str) -> str:
+    """What the file at `path` holds; `advice` ends the message of one that is damaged.
+
+    Raises:
+        ConfigError: it cannot be read, or is no UTF-8 text.
+    """
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {os.fspath(path)}: {error.strerror or error}. Expected the folder that `splittune tune` or "
+            "`splittune plan` wrote, such as runs/split. Is the path right?"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{os.fspath(path)} is no UTF-8 text: {error}. {advice}") from error
+
+
 def check_writable(folder: str | os.PathLike[str]) -> None:
     """Make `folder` and try it, before hours are spent on what is to be written there.
 

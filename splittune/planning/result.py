@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from splittune.config.data import Strategy
 from splittune.errors import ConfigError
@@ -16,6 +16,13 @@ from splittune.report import TuneResult
 from splittune.report.capacity.files import save_capacity
 from splittune.report.capacity.picture import draw
 from splittune.report.capacity.row import CapacityRow, LargestMicroBatch
+from splittune.report.capacity.table import capacity_table
+from splittune.report.files import CAPACITY_FILE
+from splittune.report.page.notebook import plan_output
+from splittune.report.page.planned import plan_row_of
+from splittune.report.page.source import rows_of
+from splittune.report.tables import csv_text
+from splittune.report.words import count_of
 from splittune.search import Trial
 
 if TYPE_CHECKING:
@@ -95,7 +102,7 @@ class Plan:
         return (*(search.as_row() for search in self.searches), *self._given_rows())
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``capacity.csv``, ``capacity.png``, and ``split-MACHINE-BATCH.json`` for each row that fits.
+        """Write ``capacity.csv``, ``report.html``, ``capacity.png``, and a ``split-MACHINE-BATCH.json`` for what fits.
 
         `folder` is made if missing. `capacity_table` documents the columns; `SplitConfig.load` reads the configs.
         Without matplotlib (``pip install "splittune[report]"``) the picture is left out, which is logged.
@@ -116,6 +123,13 @@ class Plan:
             return draw(self.rows)
         except ModuleNotFoundError as error:
             raise ConfigError(str(error)) from error
+
+    def _repr_html_(self) -> str:
+        text = csv_text(capacity_table(self.rows))
+        return plan_output(rows_of(text, CAPACITY_FILE, plan_row_of)) if self.rows else "An empty plan."
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(f"Plan: {count_of(len(self.rows), 'row')}")
 
     def _given_rows(self) -> tuple[CapacityRow, ...]:
         if not self.machines:

@@ -20,9 +20,11 @@ from splittune.planning.result import PlannedSearch
 from splittune.profiling.measurement import Measurement
 from splittune.report import TuneResult
 from splittune.report.capacity.row import LargestMicroBatch
+from splittune.report.state_parts import ModelBytes
 from splittune.search import Trial
 from splittune.search.storage.lock import one_at_a_time
 from splittune.split import BatchSplit
+from splittune.training.module_memory import ModuleMemory
 
 # Raised with every change of what is written: rows of another format are refused.
 FORMAT = "splittune plan 2"
@@ -172,11 +174,14 @@ def _result_to_dict(result: TuneResult) -> dict[str, Any]:
         "stopped": result.stopped,
         "warnings": list(result.warnings),
         "notes": list(result.notes),
+        "job": result.job,
+        "model": None if result.model is None else asdict(result.model),
+        "modules": [asdict(module) for module in result.modules],
     }
 
 
 def _result_from_dict(data: Mapping[str, Any], trials: Sequence[Trial]) -> TuneResult:
-    baseline = data["baseline"]
+    baseline, model = data["baseline"], data.get("model")  # absent where an earlier version wrote it, as are the last
     return TuneResult(
         best=Measurement.from_dict(data["best"]),
         baseline=None if baseline is None else Measurement.from_dict(baseline),
@@ -185,4 +190,7 @@ def _result_from_dict(data: Mapping[str, Any], trials: Sequence[Trial]) -> TuneR
         stopped=data["stopped"],
         warnings=tuple(data["warnings"]),
         notes=tuple(data["notes"]),
+        job=data.get("job", ""),
+        model=None if model is None else ModelBytes(**model),
+        modules=tuple(ModuleMemory(**module) for module in data.get("modules", ())),
     )

@@ -10,7 +10,15 @@ from rich.console import Console
 from splittune.report.explain import risks_of
 from splittune.report.foretold import describe_foretold
 from splittune.report.like_devices import like_devices
-from splittune.report.words import describe_model_error, gpus, rate_of, shares_of
+from splittune.report.words import (
+    CUT_SHORT,
+    LEAST_SPEEDUP,
+    WHY_STOPPED,
+    describe_model_error,
+    gpus,
+    rate_of,
+    shares_of,
+)
 from splittune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,18 +33,6 @@ if TYPE_CHECKING:
 MAX_WIDTH = 100
 # Characters of a bar: a device's room is told to 6 %. A choice.
 BAR_WIDTH = 16
-# Below this the two splits are called equally fast: the headline has two decimals.
-LEAST_SPEEDUP = 1.005
-
-WHY_STOPPED = {
-    "converged": "The search ended because no other split is expected to be faster.",
-    "space exhausted": "The search ended because every other split is measured or known not to fit.",
-}
-# What ended the search before it was done, with what to do.
-CUT_SHORT = {
-    "max_trials": "the search ended at its limit of trials (--max-trials); more may find a faster split.",
-    "timeout": "the search ended at its limit of time (--timeout-s); more may find a faster split.",
-}
 
 
 def show_result(result: TuneResult, console: Console, *, verbose: bool = False) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from splittune.profiling.measurement import Outcome
-from splittune.search.models.growth import growth_of
+from splittune.search.models.growth import Growth, growth_of
 
 if TYPE_CHECKING:
     from splittune.hardware.base import DeviceMemory
@@ -37,9 +37,14 @@ class MemoryParts:
     """Neither: parameters, gradients, optimizer state."""
     update_peak_bytes: int | None = None
     """Peak of the optimizer's update where that is the higher one; no split changes it."""
+    parameter_bytes: int | None = None
+    """Of `fixed_bytes` the parameters and buffers; None where the model's size is not known."""
+    optimizer_bytes: int | None = None
+    """Of `fixed_bytes` what rests on the card besides: the optimizer's state. The rest of `fixed_bytes` are gradients
+    and what else is there at the peak."""
 
 
-def memory_parts(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryParts, ...]:
+def memory_parts(trials: Iterable[Trial], best: Measurement, *, grown: Growth | None = None) -> tuple[MemoryParts, ...]:
     """The parts of every device's peak at the split of `best`; empty where memory was not recorded.
 
     `growth_of` tells what a sample costs: one of a card's own share, and one of the whole
@@ -48,15 +53,15 @@ def memory_parts(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryPart
     and 0.5 for each of the micro-batch make of a peak of 40 with 3 of 48 samples 6 for the share,
     24 for the whole micro-batch, and 10 that are fixed.
 
+    `grown` spares working out the growth again, where many splits of the same trials are asked for.
+
     Limits: replicas are taken to cost the same per sample. Peaks are those of forward and backward
     where known (the update's do not grow with the batch); a trial without them counts only when no
     trial has them. With a single device its share is the micro-batch: `per_share_bytes` is both,
     and `whole_batch_bytes` 0.
     """
-    runs = [trial.measurement for trial in trials if trial.measurement.outcome in (Outcome.OK, Outcome.NO_HEADROOM)]
-    runs = [run for run in (*runs, best) if run.memory and run.loss_placement == best.loss_placement]
-    split_runs = [run for run in runs if all(memory.micro_step_peak_bytes is not None for memory in run.memory)]
-    grown = growth_of(split_runs or runs)
+    runs, split_runs = _comparable(trials, best)
+    grown = grown or growth_of(split_runs or runs)
     per_sample, per_whole_sample = grown.per_sample_bytes, grown.per_micro_batch_sample_bytes
     alike = next((run for run in split_runs if run.split == best.split), best)
     return tuple(
@@ -68,6 +73,19 @@ def memory_parts(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryPart
         )
         for device, memory in enumerate(best.memory)
     )
+
+
+def growth_for(trials: Iterable[Trial], best: Measurement) -> Growth:
+    """What a sample costs, as `memory_parts` works it out for `best`, and for all that have the loss where it has."""
+    runs, split_runs = _comparable(trials, best)
+    return growth_of(split_runs or runs)
+
+
+def _comparable(trials: Iterable[Trial], best: Measurement) -> tuple[list[Measurement], list[Measurement]]:
+    """The runs with the loss where `best` has it, and those of them whose peaks are known phase by phase."""
+    runs = [trial.measurement for trial in trials if trial.measurement.outcome in (Outcome.OK, Outcome.NO_HEADROOM)]
+    runs = [run for run in (*runs, best) if run.memory and run.loss_placement == best.loss_placement]
+    return runs, [run for run in runs if all(memory.micro_step_peak_bytes is not None for memory in run.memory)]
 
 
 def _parts_of(memory: DeviceMemory, searched: DeviceMemory, share: float | None, whole: float | None) -> MemoryParts:

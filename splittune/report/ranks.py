@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from splittune.search import Trial
 
 
-def parts_of_ranks(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryParts, ...]:
+def parts_of_ranks(
+    trials: Iterable[Trial], best: Measurement, *, each_bytes: float | None = None
+) -> tuple[MemoryParts, ...]:
     """The parts of every card's peak: what grows with its share, and what does not, nothing with the whole micro-batch.
 
     A sample costs as much on every card, for each runs the whole job: as much as the peaks of the smallest and of the
@@ -23,6 +25,15 @@ def parts_of_ranks(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryPa
 
     Worked: peaks of 3 GiB with 8 samples and 5 GiB with 16 make 0.25 GiB a sample, and 1 GiB that is fixed.
     """
+    each = each_sample_bytes(trials, best) if each_bytes is None else each_bytes
+    return tuple(
+        _parts_of(memory, None if each is None else min(round(each * share), memory.batch_peak_bytes))
+        for share, memory in zip(best.split.shard_sizes, best.memory, strict=True)
+    )
+
+
+def each_sample_bytes(trials: Iterable[Trial], best: Measurement) -> float | None:
+    """What a sample costs on every card where steps accumulate as in `best`; None where all shares are one."""
     accumulates = best.split.accumulation_steps > 1
     runs = [trial.measurement for trial in trials]
     runs = [run for run in (*runs, best) if run.memory and (run.split.accumulation_steps > 1) == accumulates]
@@ -32,11 +43,7 @@ def parts_of_ranks(trials: Iterable[Trial], best: Measurement) -> tuple[MemoryPa
         for share, memory in zip(run.split.shard_sizes, run.memory, strict=True)
     }
     small, large = min(peaks), max(peaks)
-    each = (peaks[large] - peaks[small]) / (large - small) if large > small else None
-    return tuple(
-        _parts_of(memory, None if each is None else min(round(each * share), memory.batch_peak_bytes))
-        for share, memory in zip(best.split.shard_sizes, best.memory, strict=True)
-    )
+    return (peaks[large] - peaks[small]) / (large - small) if large > small else None
 
 
 def why_ranks(

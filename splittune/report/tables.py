@@ -7,7 +7,7 @@ else.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +15,7 @@ import pandas as pd
 
 from splittune.config.files import write_atomically
 from splittune.profiling.foretold import Foretold
+from splittune.report.memory_parts import MemoryParts
 
 if TYPE_CHECKING:
     from splittune.hardware.base import Device, DeviceMemory
@@ -82,6 +83,12 @@ _DEVICES_TYPES = {
     "update_peak_bytes": "Int64",
     "single_step_peak_bytes": "Int64",
     "resting_bytes": "Int64",
+    "share_bytes": "Int64",
+    "whole_batch_bytes": "Int64",
+    "fixed_bytes": "Int64",
+    "parameter_bytes": "Int64",
+    "optimizer_bytes": "Int64",
+    "reserve_bytes": "Int64",
     "busy_s": "Float64",
     "outcome": "string",
 }
@@ -140,12 +147,14 @@ def devices_table(
     devices: Sequence[Device] = (),
     foretold: Foretold | None = None,
     nodes: Sequence[str] = (),
+    parts: Callable[[Measurement], Sequence[MemoryParts]] | None = None,
 ) -> pd.DataFrame:
     """One row a trial and device, in the order given; what was not measured is an empty cell.
 
     `devices` gives the names and is the hardware's; without it the names are empty cells. `foretold` is what a plan for
-    real cards said of some of the splits. `nodes` are the machines of ranks, where the trials ran in
-    those on real cards. Two columns are added then: `rank`, which had the device, and `node`, its machine's name.
+    real cards said of some of the splits, and `parts` says what the peaks of a measurement are made of. `nodes` are the
+    machines of ranks, where the trials ran in those on real cards. Two columns are added then: `rank`, which had the
+    device, and `node`, its machine's name.
 
     | column | unit | meaning |
     |---|---|---|
@@ -164,8 +173,18 @@ def devices_table(
     | `update_peak_bytes` | bytes | peak allocated in the optimizer's update alone |
     | `single_step_peak_bytes` | bytes | the same of a step of one micro-batch: no gradients wait |
     | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes |
+    | `share_bytes` | bytes | of the peak, derived: grows with the device's own share: activations |
+    | `whole_batch_bytes` | bytes | derived: grows with the whole micro-batch: outputs and loss on GPU 0 |
+    | `fixed_bytes` | bytes | derived: the rest of the peak in forward and backward, which no batch size changes |
+    | `parameter_bytes` | bytes | of `fixed_bytes`: parameters and buffers, a size of the model |
+    | `optimizer_bytes` | bytes | of `fixed_bytes`, derived: what rests there besides parameters and gradients |
+    | `reserve_bytes` | bytes | peak reserved - peak allocated, both as read: what torch's allocator keeps besides |
     | `busy_s` | s | median time of a micro-step in which the device worked; see below |
     | `outcome` | | the trial's outcome, as in `trials.csv` |
+
+    What is called derived follows from how peaks grow with shares and micro-batches over all trials (`memory_parts`);
+    it is empty where these do not tell, and in the tables of a search that was interrupted. The other bytes are read:
+    from torch's allocator and NVML on real cards, accounted operation by operation on modelled ones.
 
     A real card's `busy_s` is the time from its first kernel to its last, in forward and in
     backward. The gaps between them, in which it waits for the host to launch the next, are among
@@ -174,7 +193,11 @@ def devices_table(
     """
     names, foretold = {device.index: device.name for device in devices}, foretold or Foretold()
     types = _DEVICES_TYPES | {"rank": "Int64", "node": "string"} if nodes else _DEVICES_TYPES
-    rows = [row for trial in trials for row in _device_rows(trial, names, foretold)]
+    rows = [
+        row
+        for trial in trials
+        for row in _device_rows(trial, names, foretold, () if parts is None else parts(trial.measurement))
+    ]
     if nodes:
         rows = [row | {"rank": row["device"], "node": nodes[row["device"]]} for row in rows]
     return frame_of(rows, types)
@@ -190,7 +213,13 @@ def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: it cannot be written there.
     """
-    return write_atomically(path, frame.to_csv(index=False, lineterminator="\n", na_rep=""))
+    return write_atomically(path, csv_text(frame))
+
+
+def csv_text(frame: pd.DataFrame) -> str:
+    """What `save_csv` writes of `frame`."""
+    text: str = frame.to_csv(index=False, lineterminator="\n", na_rep="")
+    return text
 
 
 def _trial_row(trial: TrialRecord, is_modelled: bool | None, foretold: Foretold) -> dict[str, Any]:
@@ -227,10 +256,13 @@ def _trial_row(trial: TrialRecord, is_modelled: bool | None, foretold: Foretold)
     }
 
 
-def _device_rows(trial: TrialRecord, names: Mapping[int, str], foretold: Foretold) -> list[dict[str, Any]]:
+def _device_rows(
+    trial: TrialRecord, names: Mapping[int, str], foretold: Foretold, parts: Sequence[MemoryParts]
+) -> list[dict[str, Any]]:
     measurement, planned = trial.measurement, foretold.of(trial.measurement)
     planned_of = {} if planned is None else {memory.device: memory for memory in planned.memory}
     memory_of = {memory.device: memory for memory in measurement.memory}
+    parts_of = {part.device: part for part in parts}
     busy_s = measurement.device_busy_s
     return [
         {
@@ -240,6 +272,7 @@ def _device_rows(trial: TrialRecord, names: Mapping[int, str], foretold: Foretol
             "shard_size": shard_size,
             **_memory_cells(memory_of.get(device)),
             **_planned_cells(planned_of.get(device)),
+            **_parts_cells(parts_of.get(device)),
             "busy_s": None if busy_s is None else busy_s[device],
             "outcome": measurement.outcome.value,
         }
@@ -259,7 +292,18 @@ def _memory_cells(memory: DeviceMemory | None) -> dict[str, int | None]:
         "single_step_peak_bytes",
         "resting_bytes",
     )
-    return {cell: None if memory is None else getattr(memory, cell) for cell in cells}
+    reserve = None if memory is None else memory.peak_reserved_bytes - memory.peak_allocated_bytes
+    return {cell: None if memory is None else getattr(memory, cell) for cell in cells} | {"reserve_bytes": reserve}
+
+
+def _parts_cells(parts: MemoryParts | None) -> dict[str, int | None]:
+    return {
+        "share_bytes": None if parts is None else parts.per_share_bytes,
+        "whole_batch_bytes": None if parts is None else parts.whole_batch_bytes,
+        "fixed_bytes": None if parts is None else parts.fixed_bytes,
+        "parameter_bytes": None if parts is None else parts.parameter_bytes,
+        "optimizer_bytes": None if parts is None else parts.optimizer_bytes,
+    }
 
 
 def _planned_cells(planned: DeviceMemory | None) -> dict[str, int | None]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from splittune.config.files import write_atomically
 from splittune.config.split_config import SplitConfig
@@ -16,17 +17,21 @@ from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import Measurement
 from splittune.report.diagnosis import Diagnosis, diagnose
 from splittune.report.explain import facts_of, paragraph_of, remedy_of, risks_of
+from splittune.report.files import CONFIG_FILE, DEVICES_FILE, EXPLANATION_FILE, RESULT_FILE, TRIALS_FILE
 from splittune.report.foretold import describe_foretold
+from splittune.report.memory_parts import MemoryParts
+from splittune.report.page import save_search_report
+from splittune.report.page.notebook import Drawing, search_drawing, search_output
+from splittune.report.page.source import SearchFiles, busy_of, rows_of, trial_of
 from splittune.report.ranks import parts_of_ranks, why_ranks
-from splittune.report.tables import devices_table, save_csv, trials_table
+from splittune.report.result_file import Found
+from splittune.report.state_parts import ModelBytes, PartsOfTrials
+from splittune.report.tables import csv_text, devices_table, save_csv, trials_table
 from splittune.report.words import describe_model_error
 from splittune.search import Trial
 from splittune.search.result import speedup_over
+from splittune.training.module_memory import ModuleMemory
 
-CONFIG_FILE = "split.json"
-TRIALS_FILE = "trials.csv"
-DEVICES_FILE = "devices.csv"
-EXPLANATION_FILE = "explanation.txt"
 # Columns of the explanation's file, as any terminal shows them. A choice.
 EXPLANATION_WIDTH = 100
 
@@ -55,6 +60,12 @@ class TuneResult:
     cards are virtual."""
     nodes: tuple[str, ...] = ()
     """The machine of each rank, where trials ran in ranks on real cards; else empty."""
+    job: str = ""
+    """What was trained, ``"ByteGPT of 812800 parameters"``; empty where nobody said."""
+    model: ModelBytes | None = None
+    """What the model takes once; None where nobody said."""
+    modules: tuple[ModuleMemory, ...] = ()
+    """What its modules hold, most first; activations where the step was run on shapes."""
 
     @property
     def speedup(self) -> float | None:
@@ -111,22 +122,68 @@ class TuneResult:
         return self.config.export(to, trials=tried, config_path=config_path)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``split.json``, ``trials.csv``, ``devices.csv`` and ``explanation.txt``.
+        """Write ``split.json``, ``trials.csv``, ``devices.csv``, ``explanation.txt``, ``result.json``, ``report.html``.
 
-        `folder` is made if missing.
+        `folder` is made if missing. The last is for people, and is made from the others: any browser shows it.
 
         Raises:
             ConfigError: the folder cannot be written to.
         """
         self.config.save(Path(folder) / CONFIG_FILE)
         write_atomically(Path(folder) / EXPLANATION_FILE, textwrap.fill(self.explanation, EXPLANATION_WIDTH) + "\n")
-        return save_tables(
+        write_atomically(Path(folder) / RESULT_FILE, self._found().to_text())
+        save_tables(
             folder,
             self.trials,
             self.config.devices,
             is_modelled=self.config.is_modelled,
             foretold=self.foretold,
             nodes=self.nodes,
+            parts=self._parts.of,
+        )
+        save_search_report(folder)
+        return Path(folder)
+
+    def plot(self) -> Drawing:
+        """Where memory goes, one step, what was tried, how the search went; a notebook shows it, `save` writes SVG."""
+        return search_drawing(self._files())
+
+    def _repr_html_(self) -> str:
+        return search_output(self._files())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """One line where a notebook shows text: the trials would fill pages."""
+        printer.text(f"TuneResult: {self.config.summary()}, {len(self.trials)} trials")
+
+    def _files(self) -> SearchFiles:
+        """What a report reads of this result, were it saved."""
+        trials = trials_table(self.trials, is_modelled=self.config.is_modelled)
+        devices = devices_table(self.trials, devices=self.config.devices)
+        return SearchFiles(
+            config=self.config,
+            found=self._found(),
+            trials=rows_of(csv_text(trials), TRIALS_FILE, trial_of),
+            cards=rows_of(csv_text(devices), DEVICES_FILE, busy_of),
+        )
+
+    @property
+    def _parts(self) -> PartsOfTrials:
+        return PartsOfTrials(self.trials, self.config.strategy, self.model)
+
+    def _found(self) -> Found:
+        parts = self._parts
+        return Found(
+            best=self.best,
+            baseline=self.baseline,
+            best_parts=parts.of(self.best),
+            baseline_parts=() if self.baseline is None else parts.of(self.baseline),
+            job=self.job,
+            stopped=self.stopped,
+            facts=self.facts,
+            remedy=self.remedy,
+            explanation=self.explanation,
+            modules=self.modules,
+            foretold="" if self.foretold is None else describe_foretold(self.foretold, self.best),
         )
 
 
@@ -138,9 +195,11 @@ def save_tables(
     is_modelled: bool,
     foretold: Foretold | None = None,
     nodes: Sequence[str] = (),
+    parts: Callable[[Measurement], Sequence[MemoryParts]] | None = None,
 ) -> Path:
     """Write ``trials.csv`` and ``devices.csv``: those of a search that was interrupted, too."""
     trials = list(trials)
     save_csv(trials_table(trials, is_modelled=is_modelled, foretold=foretold), Path(folder) / TRIALS_FILE)
-    save_csv(devices_table(trials, devices=devices, foretold=foretold, nodes=nodes), Path(folder) / DEVICES_FILE)
+    table = devices_table(trials, devices=devices, foretold=foretold, nodes=nodes, parts=parts)
+    save_csv(table, Path(folder) / DEVICES_FILE)
     return Path(folder)

@@ -10,6 +10,19 @@ from splittune.profiling.measurement import Measurement
 from splittune.split import BatchSplit
 from splittune.split.batch_split import listed_shares
 
+# Below this the two splits are called equally fast: the headline has two decimals.
+LEAST_SPEEDUP = 1.005
+
+WHY_STOPPED = {
+    "converged": "The search ended because no other split is expected to be faster.",
+    "space exhausted": "The search ended because every other split is measured or known not to fit.",
+}
+# What ended the search before it was done, with what to do.
+CUT_SHORT = {
+    "max_trials": "the search ended at its limit of trials (--max-trials); more may find a faster split.",
+    "timeout": "the search ended at its limit of time (--timeout-s); more may find a faster split.",
+}
+
 
 def shape_of(split: BatchSplit) -> str:
     """``"2 x (4+20+20+20)"``: accumulation steps and the samples of each device."""

@@ -14,6 +14,7 @@ from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.split import BatchSplit
 from splittune.training import SampleBatch, TrainingTask
 from splittune.training.loader_rate import measure_loader_rate, what_to_set
+from splittune.training.module_memory import ModuleMemory, parameters_by_module
 
 
 class DeviceView(Protocol):
@@ -76,6 +77,12 @@ class JobFacts:
     """Why the loss cannot be placed in the replicas, though either placement was asked for; None where it can."""
     nodes: tuple[str, ...] = ()
     """The machine of each rank; empty where one process runs the job."""
+    parameter_bytes: int | None = None
+    """Of the model's parameters and buffers."""
+    gradient_bytes: int | None = None
+    """Of the parameters that are trained."""
+    modules: tuple[ModuleMemory, ...] = ()
+    """What the model's modules hold, most first."""
 
     @classmethod
     def of(cls, task: TrainingTask, samples: SampleBatch, hardware: DeviceView) -> JobFacts:
@@ -91,6 +98,9 @@ class JobFacts:
             cards=DeviceSnapshot.of(hardware),
             loader_samples_per_s=None if hardware.is_modelled else measure_loader_rate(task.loader),
             loader_advice=what_to_set(task.loader),
+            parameter_bytes=sum(one.nbytes for one in (*task.model.parameters(), *task.model.buffers())),
+            gradient_bytes=sum(one.nbytes for one in task.model.parameters() if one.requires_grad),
+            modules=parameters_by_module(task.model),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,7 +112,9 @@ class JobFacts:
         cards = dict(data["cards"])
         cards["devices"] = tuple(Device(**device) for device in cards["devices"])
         cards["memory_before"] = tuple(DeviceMemory(**memory) for memory in cards["memory_before"])
-        return cls(**{**data, "cards": DeviceSnapshot(**cards), "nodes": tuple(data.get("nodes", ()))})
+        modules = tuple(ModuleMemory(**module) for module in data.get("modules", ()))
+        nodes = tuple(data.get("nodes", ()))
+        return cls(**{**data, "cards": DeviceSnapshot(**cards), "modules": modules, "nodes": nodes})
 
 
 class SplitProfiler(Protocol):

@@ -6,7 +6,7 @@ import copy
 import logging
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,9 +19,11 @@ from splittune.profiling.profiler import Profiler
 from splittune.runners.base import JobFacts
 from splittune.runners.fake_copy import Unkept, on_shapes, without_values
 from splittune.runners.in_process import InProcessRunner
+from splittune.runners.module_memory import memory_by_module
 from splittune.runners.replay import PlayingProfiler, Scripts, TapingProfiler
 from splittune.split import BatchSplit
 from splittune.training import TrainingTask
+from splittune.training.module_memory import ModuleMemory
 from splittune.training.reach import reach
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class ShapeRunner:
         self._task, self._hardware, self._scripts = task, hardware, scripts
         self._real = InProcessRunner(task, hardware)
         self._known: dict[tuple[BatchSplit, LossPlacement], Measurement] = {}
+        self._modules: list[ModuleMemory] = []  # one for all runners beside this one
         self.needs_values: str | None = why_not(task)
         """Why trials run on real tensors; None as long as they do not."""
 
@@ -69,7 +72,18 @@ class ShapeRunner:
     def open(self, placements: Sequence[LossPlacement]) -> JobFacts:
         if self.needs_values is not None:
             logger.warning(_ON_REAL_TENSORS, self.needs_values)
-        return self._real.open(placements)
+        facts = self._real.open(placements)
+        return facts if self.needs_values is not None else replace(facts, modules=self._modules_of(facts))
+
+    def _modules_of(self, facts: JobFacts) -> tuple[ModuleMemory, ...]:
+        """With the activations that they keep, where a forward of two samples tells."""
+        if not self._modules:
+            try:
+                self._modules += memory_by_module(self._task, self._real.samples, self._hardware)
+            except Exception as error:  # noqa: BLE001  the job's own, of a batch of two: no reason to lose a search
+                logger.debug("What modules keep is not known: %s", error)
+                self._modules += facts.modules
+        return tuple(self._modules)
 
     def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> ShapeProfiler:
         return ShapeProfiler(self, tuple(min_headroom_bytes), loss_placement)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from splittune.config.split_config import SplitConfig
 from splittune.hardware.base import Device, DeviceMemory
+from splittune.report.page.memory import CardMemory, pieces_of
+from splittune.report.page.notebook import memory_output
+from splittune.report.page.tables import table
 from splittune.units import MIB, format_bytes
 
 
@@ -103,6 +107,44 @@ class Verification:
             f"Not verified: {wrong}. Tune again with {format_bytes(suggested)} or more kept free "
             f"(--min-headroom-bytes {suggested})."
         )
+
+    def _repr_html_(self) -> str:
+        planned = self.config.planned_peak_reserved_bytes or (None,) * len(self.memory)
+        cards = [
+            CardMemory(
+                device=device, memory=memory, samples=samples, demanded_bytes=demanded, parts=pieces_of(memory, None)
+            )
+            for device, memory, samples, demanded in zip(
+                self.devices, self.memory, self.config.split.shard_sizes, self.config.min_headroom_bytes, strict=True
+            )
+        ]
+        heads = [("card", ""), ("planned peak", "n"), ("in training", "n"), ("in evaluation", "n"), ("verdict", "")]
+        rows = [
+            (
+                [
+                    f"GPU {device.index}, {device.name}",
+                    "not measured" if plan is None else format_bytes(plan),
+                    format_bytes(training),
+                    "" if evaluation is None else format_bytes(evaluation),
+                    verdict,
+                ],
+                False,
+            )
+            for device, plan, training, evaluation, verdict in zip(
+                self.devices,
+                planned,
+                self.training_peak_reserved_bytes,
+                self.evaluation_peak_reserved_bytes,
+                self.verdicts,
+                strict=True,
+            )
+        ]
+        title = "Verified" if self.is_verified else "Not verified"
+        beneath = table("What torch's allocator held at its peak.", heads, rows)
+        return memory_output(title, self.summary, cards, beneath, is_modelled=self.is_modelled)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.summary)
 
     @property
     def _lacking_bytes(self) -> tuple[int, ...]:

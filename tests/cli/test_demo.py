@@ -30,7 +30,7 @@ def test_the_demo_trains_what_it_tuned(run: Run, tmp_path: Path) -> None:
     ended = run("demo", "--out", "demo")
     torch.set_num_threads(threads)
     assert ended.code == 0
-    files = {"split.json", "trials.csv", "devices.csv", "explanation.txt"}
+    files = {"split.json", "trials.csv", "devices.csv", "explanation.txt", "result.json", "report.html"}
     assert {path.name for path in (tmp_path / "demo").iterdir()} == files | {"gpt2"}
     assert {path.name for path in (tmp_path / "demo/gpt2").iterdir()} == files
     halved = re.search(r"Halving the batch, as people do: (\d+) a step, .*: ([\d.,]+) samples/s\.", ended.out)

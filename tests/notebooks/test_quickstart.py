@@ -20,6 +20,8 @@ def test_the_quickstart_runs(tmp_path):
         "trials.csv",
         "devices.csv",
         "explanation.txt",
+        "report.html",
+        "result.json",
     }
 
 

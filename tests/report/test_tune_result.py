@@ -75,12 +75,13 @@ def test_the_explanation_ends_with_what_else_is_known() -> None:
     assert whole.explanation.endswith(" The loader is slow. The memory model did not fit.")
 
 
-def test_save_writes_three_files(tmp_path: Path) -> None:
+def test_save_writes_its_files(tmp_path: Path) -> None:
     """The config, one row a trial, and one row a trial and device, in a folder that is made."""
     saved = result()
     folder = saved.save(tmp_path / "runs" / "split")
     assert folder == tmp_path / "runs" / "split"
-    assert {path.name for path in folder.iterdir()} == {"split.json", "trials.csv", "devices.csv", "explanation.txt"}
+    written = {"split.json", "trials.csv", "devices.csv", "explanation.txt", "result.json", "report.html"}
+    assert {path.name for path in folder.iterdir()} == written
     assert SplitConfig.load(folder / "split.json") == saved.config
     with (folder / "trials.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

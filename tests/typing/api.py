@@ -73,6 +73,7 @@ def the_loop_of_the_readme() -> None:
     result = autotune(model, loader)
     assert_type(result, TuneResult)
     assert_type(result.save("runs/split"), Path)
+    assert_type(result.plot().save("split.svg"), Path)
     assert_type(result.foretold, Foretold | None)
     wrapped = result.config.wrap(model)
     assert_type(wrapped, SplitModule)

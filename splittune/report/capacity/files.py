@@ -1,4 +1,4 @@
-"""The folder that a plan is saved in: the table, the picture, and a config for each row that fits."""
+"""The folder that a plan is saved in: the table, the picture, the report, and a config for each row that fits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from splittune.report.capacity.picture import draw, save_picture
 from splittune.report.capacity.table import capacity_table
+from splittune.report.files import CAPACITY_FILE, PICTURE_FILE
+from splittune.report.page import save_plan_report
 from splittune.report.tables import save_csv
 
 if TYPE_CHECKING:
@@ -18,12 +20,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CAPACITY_FILE = "capacity.csv"
-PICTURE_FILE = "capacity.png"
-
 
 def save_capacity(rows: Sequence[CapacityRow], folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Write ``capacity.csv``, a config for each row that has one, and ``capacity.png``; returns what was written.
+    """Write ``capacity.csv``, configs, ``capacity.png`` and ``report.html``; returns what was written.
+
+    There is a config for each row that has one, and a report where there are rows.
 
     Without matplotlib the picture is left out, which is logged with the command that installs it; one that an earlier
     plan left there is removed, for it would show other rows than the table.
@@ -45,6 +46,8 @@ def save_capacity(rows: Sequence[CapacityRow], folder: str | os.PathLike[str]) -
         logger.warning("%s is not drawn. %s", PICTURE_FILE, error)
     else:
         written.append(save_picture(figure, place / PICTURE_FILE))
+    if rows:
+        written.append(save_plan_report(place))
     return tuple(written)
 
 

@@ -1,0 +1,12 @@
+"""The names of the files in a folder that a search or a plan writes."""
+
+from __future__ import annotations
+
+CONFIG_FILE = "split.json"
+TRIALS_FILE = "trials.csv"
+DEVICES_FILE = "devices.csv"
+EXPLANATION_FILE = "explanation.txt"
+RESULT_FILE = "result.json"
+REPORT_FILE = "report.html"
+CAPACITY_FILE = "capacity.csv"
+PICTURE_FILE = "capacity.png"

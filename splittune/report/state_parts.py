@@ -1,0 +1,91 @@
+"""Parameters and optimizer state within what no batch size changes: of every card, split by split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from splittune.report.memory_parts import MemoryParts, growth_for, memory_parts
+from splittune.report.ranks import each_sample_bytes, parts_of_ranks
+
+if TYPE_CHECKING:
+    from splittune.config.data import Strategy
+    from splittune.hardware.base import DeviceMemory
+    from splittune.profiling.measurement import Measurement
+    from splittune.search import Trial
+    from splittune.search.models.growth import Growth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBytes:
+    """What the model takes once; sizes, so nothing has to run."""
+
+    parameter_bytes: int
+    """Parameters and buffers."""
+    gradient_bytes: int
+    """Of the parameters that are trained."""
+
+
+def model_bytes_of(parameter_bytes: int | None, gradient_bytes: int | None) -> ModelBytes | None:
+    """Both sizes; None where one is not known."""
+    if parameter_bytes is None or gradient_bytes is None:
+        return None
+    return ModelBytes(parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
+
+
+class PartsOfTrials:
+    """What each card's peak is made of at any split of a search; what a sample costs is worked out once.
+
+    Worked, in MiB: of 40 that no batch size changes, on a card on which 30 rest before a forward, a model of 10 and its
+    gradients of 10, which wait there between micro-batches, leave 10 for the optimizer's state; the last 10 are
+    gradients and whatever else is there at the peak. In ranks buckets as large as the gradients rest there as well.
+    """
+
+    def __init__(self, trials: Iterable[Trial], strategy: Strategy, model: ModelBytes | None) -> None:
+        self._trials = tuple(trials)
+        self._in_ranks = strategy == "ddp"
+        self._model = model
+        self._grown: dict[str, Growth] = {}
+        self._each: dict[bool, float | None] = {}
+
+    def of(self, run: Measurement) -> tuple[MemoryParts, ...]:
+        """The parts of every card's peak; empty where memory was not read, or the steps did not run."""
+        if not run.memory or run.throughput is None:
+            return ()
+        parts = self._of_ranks(run) if self._in_ranks else self._of_replicas(run)
+        if self._model is None:
+            return parts
+        resting = self._resting(run)
+        return tuple(
+            self._with_state(part, memory, self._model, run.split.accumulation_steps > 1)
+            for part, memory in zip(parts, resting, strict=True)
+        )
+
+    def _of_replicas(self, run: Measurement) -> tuple[MemoryParts, ...]:
+        if run.loss_placement not in self._grown:
+            self._grown[run.loss_placement] = growth_for(self._trials, run)
+        return memory_parts(self._trials, run, grown=self._grown[run.loss_placement])
+
+    def _of_ranks(self, run: Measurement) -> tuple[MemoryParts, ...]:
+        accumulates = run.split.accumulation_steps > 1
+        if accumulates not in self._each:
+            self._each[accumulates] = each_sample_bytes(self._trials, run)
+        return parts_of_ranks(self._trials, run, each_bytes=self._each[accumulates])
+
+    def _resting(self, run: Measurement) -> Sequence[DeviceMemory]:
+        """Readings of the same split that know what rests on the cards, where there are any."""
+        runs = (run, *(trial.measurement for trial in self._trials if trial.measurement.split == run.split))
+        known = (one.memory for one in runs if one.memory and one.memory[0].resting_bytes is not None)
+        return next(known, run.memory)
+
+    def _with_state(self, part: MemoryParts, memory: DeviceMemory, model: ModelBytes, accumulates: bool) -> MemoryParts:
+        fixed, resting = part.fixed_bytes, memory.resting_bytes
+        if fixed is None or resting is None:
+            return part
+        parameters = min(model.parameter_bytes, fixed)
+        if part.device and not self._in_ranks:  # GPU 0 alone updates
+            return replace(part, parameter_bytes=parameters, optimizer_bytes=0)
+        waiting = model.gradient_bytes * (accumulates + self._in_ranks)
+        state = max(0, min(resting - model.parameter_bytes - waiting, fixed - parameters))
+        return replace(part, parameter_bytes=parameters, optimizer_bytes=state)
