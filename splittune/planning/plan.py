@@ -16,6 +16,7 @@ from splittune.profiling.measurement import Measurement
 from splittune.report.capacity.progress import PlanCallback, plan_callback_for
 from splittune.report.capacity.row import named_of
 from splittune.runners.base import SplitProfiler
+from splittune.runners.fake_copy import old_objects_left_alone
 from splittune.runners.modelled_ranks.kinds import kinds_of
 from splittune.runners.modelled_ranks.one_card import OneCardTrials
 from splittune.runners.modelled_ranks.step import RankTrials
@@ -78,9 +79,10 @@ def plan(
     )
     callback = plan_callback_for(progress)
     try:
-        if request.splits is not None:
-            return _foretell(request, request.splits, callback)
-        searches = tuple(planned_searches(request, callback, None if storage is None else FinishedRows(storage)))
+        with old_objects_left_alone():
+            if request.splits is not None:
+                return _foretell(request, request.splits, callback)
+            searches = tuple(planned_searches(request, callback, None if storage is None else FinishedRows(storage)))
     finally:
         callback.on_finish()
     return Plan.of(searches)

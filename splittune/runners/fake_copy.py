@@ -53,7 +53,7 @@ def on_shapes(task: TrainingTask, samples: SampleBatch) -> Iterator[tuple[Traini
     mode = ShapeMode(allow_non_fake_inputs=True)
     copied = without_values(task, mode)
     batch = map_tensors(lambda tensor: shape_of(tensor, mode), samples.batch)
-    with mode, _old_objects_left_alone():
+    with mode, old_objects_left_alone():
         yield copied, replace(samples, batch=batch)
 
 
@@ -77,8 +77,8 @@ def shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 @contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """Inside, the search for cyclic garbage looks at new objects alone.
+def old_objects_left_alone() -> Iterator[None]:
+    """Inside, the search for cyclic garbage looks at new objects alone; one inside another changes nothing.
 
     A trial makes some hundred thousand objects, and of those that torch and the job brought, twice as many, none dies
     in it: to look through them all again and again is a fifth of its time.
