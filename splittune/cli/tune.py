@@ -20,7 +20,9 @@ from splittune.cli.console import (
     say_how_to_wrap,
     sigterm_as_exit,
 )
+from splittune.cli.ranks import as_rank, check_strategy, launch_this
 from splittune.cli.options import JobArgument, OutOption, QuietOption, StrategyOption, VerboseOption
+from splittune.collective import tune_together
 from splittune.config.files import check_writable
 from splittune.hardware import resolve_hardware
 from splittune.hardware.cuda import count_visible_devices
@@ -33,11 +35,15 @@ from splittune.options import (
     StrategyChoice,
     strategies_of,
 )
+from splittune.profiling.measurement import Outcome
 from splittune.report import TuneResult, save_tables
 from splittune.report.console import show_notes, show_result
 from splittune.report.progress import ConsoleCallback, SilentCallback
 from splittune.runners.base import DeviceView, Runner
 from splittune.runners.in_process import InProcessRunner
+from splittune.runners.launch.attempts import Attempts
+from splittune.runners.launch.place import Place, place_of, refuse_nested
+from splittune.runners.launch.rank import ARRIVAL_S, GRACE_S
 from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunner
 from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
 from splittune.split import SplitSpace
@@ -103,7 +109,13 @@ def tune(
     verbose: VerboseOption = False,
 ) -> None:
     """Find the fastest split for your own job, and write the config to train with."""
-    check_writable(out)
+    place = place_of()
+    if place is None:
+        check_writable(out)
+    else:
+        check_strategy(place, strategy)
+        if isolation == "process":
+            refuse_nested("--isolation process")
     options = SearchOptions(
         min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,
@@ -114,15 +126,30 @@ def tune(
         sampler=sampler,
         seed=seed,
     )
+    if place is not None:
+        make_task = partial(_checked_task_of, place, job, global_batch_size, out)
+        with as_rank(place, on_cards=names_cuda_devices(devices), trial_timeout_s=trial_timeout_s):
+            result = _tune_as_rank(place, make_task, devices, options, trial_timeout_s, out, quiet=quiet, verbose=verbose)
+            if not place.is_first:
+                return
+            _show_end(result, out, verbose=verbose)
+        return
     search: Callable[[TuneCallback], TuneResult]
     if strategies_of(strategy) == ("dp",):
         runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
         search = partial(run_search, runner, options)
+    elif strategy == "ddp" and (isolation == "process" or (isolation == "auto" and names_cuda_devices(devices))):
+        launch_this(num_cards(devices), num_trials=max_trials)
     else:
         chosen = cast("StrategyChoice", strategy)
         cards = virtual_cards(devices, chosen)
         search = partial(tune_by_strategy, _task_of(job, global_batch_size), cards, options, strategy=chosen)
     result = tune_and_save(search, out, quiet=quiet, verbose=verbose)
+    _show_end(result, out, verbose=verbose)
+
+
+def _show_end(result: TuneResult, out: Path, *, verbose: bool) -> None:
+    """Show the result, and how to train under it."""
     show_result(result, console, verbose=verbose)
     say(f"\nSaved in {out}: split.json, trials.csv, devices.csv, explanation.txt. To train:")
     say(f'    config = splittune.SplitConfig.load("{out / "split.json"}")')
@@ -137,12 +164,13 @@ def tune_and_save(
     quiet: bool,
     verbose: bool,
     log_level: int = logging.INFO,
+    on_trial: Callable[[Trial], None] | None = None,
 ) -> TuneResult:
     """Search and write the files; log from `log_level` up, if not `quiet`.
 
     When it ends early, by Ctrl-C say, the finished trials are written all the same.
     """
-    callback = _KeepingCallback(SilentCallback() if quiet else ConsoleCallback(console, verbose=verbose))
+    callback = _KeepingCallback(SilentCallback() if quiet else ConsoleCallback(console, verbose=verbose), on_trial)
     log_above_the_bar(logging.WARNING if quiet else log_level)
     try:
         with sigterm_as_exit():
@@ -157,6 +185,46 @@ def tune_and_save(
         raise
     result.save(out)
     return result
+
+
+def _tune_as_rank(
+    place: Place,
+    make_task: Callable[[], TrainingTask],
+    devices: str | None,
+    options: SearchOptions,
+    trial_timeout_s: float,
+    out: Path,
+    *,
+    quiet: bool,
+    verbose: bool,
+) -> TuneResult:
+    """Tune together with the other ranks; rank 0 shows and writes."""
+    if place.folder is not None and options.storage is None:
+        options = dataclasses.replace(options, storage=str(place.folder / "trials"))
+    search = partial(
+        tune_together,
+        make_task,
+        devices,
+        options,
+        arrival_timeout_s=ARRIVAL_S,
+        wait_s=trial_timeout_s + GRACE_S,
+    )
+    if not place.is_first:
+        return search(SilentCallback())
+    counted = _Counting(None if place.folder is None else Attempts(place.folder))
+    return tune_and_save(search, out, quiet=quiet, verbose=verbose, on_trial=counted)
+
+
+class _Counting:
+    """Tells the launcher of every trial that was finished and did not crash: after those it goes on in any case."""
+
+    def __init__(self, attempts: Attempts | None) -> None:
+        self._attempts, self._num_trials = attempts, 0
+
+    def __call__(self, trial: Trial) -> None:
+        if self._attempts is not None and trial.measurement.outcome is not Outcome.CRASHED:
+            self._num_trials += 1
+            self._attempts.note_finished(self._num_trials)
 
 
 def _runner_for(
@@ -174,6 +242,20 @@ def _task_of(job: str, global_batch_size: int | None) -> TrainingTask:
     return task if global_batch_size is None else dataclasses.replace(task, global_batch_size=global_batch_size)
 
 
+def _checked_task_of(place: Place, job: str, global_batch_size: int | None, out: Path) -> TrainingTask:
+    """The job of this rank. Whether results can be written, and where, is rank 0's to find out."""
+    if place.is_first:
+        check_writable(out)
+    return _task_of(job, global_batch_size)
+
+
+def num_cards(devices: str | None) -> int:
+    """How many cards these are; asking makes no context on them."""
+    if names_cuda_devices(devices):
+        return count_visible_devices() if devices is None else len(devices.split(","))
+    return len(resolve_hardware(devices).devices)
+
+
 def names_cuda_devices(devices: str | None) -> bool:
     """Whether trials are to run on CUDA devices that are there; asking makes no context on them."""
     names = [] if devices is None else [name.strip().partition(":")[0] for name in devices.split(",")]
@@ -183,7 +265,8 @@ def names_cuda_devices(devices: str | None) -> bool:
 class _KeepingCallback:
     """Passes everything on, and keeps the finished trials and what they ran on."""
 
-    def __init__(self, callback: TuneCallback) -> None:
+    def __init__(self, callback: TuneCallback, on_trial: Callable[[Trial], None] | None = None) -> None:
+        self._on_trial = on_trial
         self.trials: list[Trial] = []
         self.cards: DeviceView | None = None
         self.on_measure = callback.on_measure
@@ -197,4 +280,6 @@ class _KeepingCallback:
 
     def on_trial(self, trial: Trial) -> None:
         self.trials.append(trial)
+        if self._on_trial is not None:
+            self._on_trial(trial)
         self._callback.on_trial(trial)

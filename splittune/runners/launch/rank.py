@@ -1,0 +1,81 @@
+"""A rank's side of a launch: it joins the group, ends with its launcher, and is ended where a trial takes too long."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from splittune.cards import kind_of_cards
+from splittune.errors import ConfigError
+from splittune.runners.launch.place import Place
+from splittune.runners.worker.main import end_with
+
+# Seconds that ranks may arrive apart: the slowest reads its model and its data. As for a worker, a limit for what would
+# never end.
+ARRIVAL_S = 1800.0
+# Seconds beyond a trial's limit after which a collective gives up: by then the rank that hangs was ended, and said what
+# it was doing. A choice.
+GRACE_S = 30.0
+
+
+@contextmanager
+def joined(place: Place, *, on_cards: bool, collective_timeout_s: float) -> Iterator[None]:
+    """Meanwhile this process is a rank of the default group: gloo for the CPU, and NCCL for cards where there are any.
+
+    It ends when its launcher has, whatever it is doing, and at once when it is asked to, unless it is rank 0, which
+    first writes what it has. A collective in which somebody is missing gives up after `collective_timeout_s`.
+    """
+    end_with(place.launcher_pid)
+    if not place.is_first:
+        _end_at_once()
+    faulthandler.enable()
+    backend = f"cpu:gloo,{kind_of_cards()}:{dist.get_default_backend_for_device(kind_of_cards())}" if on_cards else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=collective_timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"rank {place.rank} of {place.world_size} cannot join the process group: {error}. Expected the addresses "
+            "of torchrun in the environment, and every rank to be started."
+        ) from error
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if sys.exc_info()[1] is None:
+            dist.destroy_process_group()
+
+
+def _end_at_once() -> None:
+    """Ctrl-C and SIGTERM end this process without a word, also where it waits in native code: rank 0 speaks."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def at_most(limit_s: float) -> Iterator[None]:
+    """Meanwhile this process is ended if it takes longer than `limit_s`, and shows what each thread is doing.
+
+    It is looked after by a thread that needs nothing of Python: code that never gives back its lock is ended too.
+    """
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def end_now(code: int) -> NoReturn:
+    """Leave without the interpreter's own farewell: a group that is lost may hold its threads for minutes."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
