@@ -6,6 +6,7 @@
     ├── ConfigError(ValueError)            unusable input: a job, a batch, a config file
     ├── WindowError                        an accumulation window that was misused
     ├── WorkerError                        the process that runs the trials could not be kept alive
+    ├── RanksError                         ranks of a process group that were lost in a search
     └── DeviceError                        a device that is missing, repeated or unknown
         └── NvmlUnavailableError           NVML cannot be reached
 
@@ -37,6 +38,10 @@ class WindowError(SplittuneError):
 
 class WorkerError(SplittuneError):
     """The worker could not be kept alive; the message says how it ended. What was measured before is kept."""
+
+
+class RanksError(SplittuneError):
+    """A rank was lost, or has not come in time: the search ends on all of them. What was measured before is kept."""
 
 
 class DeviceError(SplittuneError):

@@ -16,7 +16,7 @@ from splittune.report.words import rate_of, shape_of
 from splittune.runners.base import JobFacts
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.modelled_ranks.kinds import CardKind, kinds_of
-from splittune.runners.modelled_ranks.one_card import OneCardTrials
+from splittune.runners.modelled_ranks.one_card import CardTrials, OneCardTrials
 from splittune.runners.modelled_ranks.step import RankTrials
 from splittune.search.by_kind.study import FoundByKind, SharesByKind, find_by_kind
 from splittune.split import BatchSplit, SplitSpace
@@ -97,7 +97,7 @@ class TunedRanks:
 
 
 def tune_ranks(
-    cards: OneCardTrials,
+    cards: CardTrials,
     hardware: VirtualHardware,
     options: SearchOptions,
     callback: TuneCallback,
@@ -135,7 +135,7 @@ def tune_ranks(
 
 
 def _search(
-    cards: OneCardTrials,
+    cards: CardTrials,
     hardware: VirtualHardware,
     kinds: tuple[CardKind, ...],
     job: JobFacts,

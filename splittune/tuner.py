@@ -164,11 +164,20 @@ def autotune(
                 f'isolation is {isolation!r} with strategy="{strategy}": expected None, for this process.'
             )
         # imported late: it stands on this module
+        from splittune.collective import is_collective, is_leader, tune_together
         from splittune.modelled_ddp import tune_by_strategy, virtual_cards
 
-        hardware = virtual_cards(devices, strategy)
-        task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
-        result = tune_by_strategy(task, hardware, options, callback_for(progress), strategy=strategy)
+        def make_task() -> TrainingTask:
+            return TrainingTask(module, **parts, global_batch_size=global_batch_size)
+
+        if is_collective():
+            callback = callback_for(progress and is_leader())
+            result = tune_together(make_task, devices, options, callback, strategy=strategy)
+            if not is_leader():  # the notes are said once
+                return result
+        else:
+            hardware = virtual_cards(devices, strategy)
+            result = tune_by_strategy(make_task(), hardware, options, callback_for(progress), strategy=strategy)
     else:
         runner: Runner
         if isolation == "process":

@@ -23,7 +23,7 @@ FLOORS = (
     ("__main__", "cli"),
     ("demo", "results"),
     ("planning",),
-    ("foretelling", "modelled_ddp", "options", "tuner", "verify"),
+    ("collective", "foretelling", "modelled_ddp", "options", "tuner", "verify"),
     ("report",),
     ("runners",),
     ("config",),

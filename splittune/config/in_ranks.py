@@ -83,7 +83,7 @@ def wrap_rank(
         losses = f"loss_fn {_is_given(loss_fn)}, weight_fn {_is_given(weight_fn)}"
         return device, [
             _fact_of(config),
-            Fact(name="the model", value=_signature_of(model), advice="Build the same model on every rank."),
+            Fact(name="the model", value=signature_of(model), advice="Build the same model on every rank."),
             Fact(name="the loss", value=losses, advice="Call config.wrap alike on every rank."),
             Fact(name="sync_batch_norm", value=f"{sync_batch_norm}", advice="Call config.wrap alike on every rank."),
             Fact(name="ddp_options", value=_words_of(ddp_options), advice="Call config.wrap alike on every rank."),
@@ -144,7 +144,8 @@ def _fact_of(config: ConfigData) -> Fact:
     return Fact(name="the config", value=config_to_text(config), advice="Load the same file on every rank.")
 
 
-def _signature_of(model: nn.Module) -> str:
+def signature_of(model: nn.Module) -> str:
+    """A line for each parameter and buffer: its name, shape and dtype, for ranks to compare."""
     learned = [
         f"{name} {tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
         for name, parameter in model.named_parameters()

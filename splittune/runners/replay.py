@@ -157,10 +157,14 @@ class Scripts:
         one = split if kind.num_micro_steps == 2 else alone  # of which there is a script
         difference = _difference(played(one), in_full(one))
         if difference is not None:
-            self.hold = False
-            self._lines = dict.fromkeys(self._lines)
-            self._made = dict.fromkeys(self._made)
+            self.give_up()
             logger.warning(_NO_SCRIPT, difference)
+
+    def give_up(self) -> None:
+        """Have every trial run in full from now on."""
+        self.hold = False
+        self._lines = dict.fromkeys(self._lines)
+        self._made = dict.fromkeys(self._made)
 
 
 def _script(kind: ScriptKind, lines: Lines, tape: Callable[[Sequence[int], int], Tape]) -> Script:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from splittune.hardware.virtual import VirtualHardware
 from splittune.hardware.virtual.catalog import GpuModel
@@ -15,6 +17,32 @@ from splittune.runners.replay import Scripts
 from splittune.runners.shapes import ShapeRunner
 from splittune.split import BatchSplit
 from splittune.training import TrainingTask
+
+
+class CardTrials(Protocol):
+    """What single cards do with a share: run here, `OneCardTrials`, or by ranks that have one card each."""
+
+    buckets: tuple[int, ...]
+    """Bytes of each bucket that the ranks add up."""
+    buffer_bytes: int
+    """Bytes that rank 0 gives the others before a step: BatchNorm's running statistics."""
+    optimizer_state: OptimizerState
+
+    def open(self, hardware: VirtualHardware) -> JobFacts: ...
+
+    def close(self) -> None: ...
+
+    @property
+    def needs_values(self) -> str | None: ...
+
+    @property
+    def scripts_hold(self) -> bool: ...
+
+    def measure(self, kind: CardKind, share: int, *, accumulation_steps: int, in_full: bool = False) -> Measurement: ...
+
+    def measure_ranks(
+        self, ranks: Sequence[tuple[CardKind, int]], *, accumulation_steps: int, in_full: bool
+    ) -> list[Measurement]: ...
 
 
 class OneCardTrials:
@@ -31,9 +59,7 @@ class OneCardTrials:
         self._scripts = Scripts() if are_played else None
         wanting = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
         self.buckets = bucket_sizes((one.dtype, one.nbytes) for one in wanting)
-        """Bytes of each bucket that the ranks add up."""
         self.buffer_bytes = sum(buffer.nbytes for buffer in task.model.buffers())
-        """Bytes that rank 0 gives the others before a step: BatchNorm's running statistics."""
         self.optimizer_state = OptimizerState(task)
         self._first = ShapeRunner(task, self._hardware_of(hardware.gpus[0], hardware.occupied_bytes[0]))
         self._runners: dict[tuple[GpuModel, int], ShapeRunner] = {}
@@ -77,6 +103,30 @@ class OneCardTrials:
             self._known[key] = self._run(kind, split, in_full=in_full)
         return self._known[key].judged((kind.min_headroom_bytes,))
 
+    def measure_ranks(
+        self, ranks: Sequence[tuple[CardKind, int]], *, accumulation_steps: int, in_full: bool
+    ) -> list[Measurement]:
+        """Every rank's, given as its kind of card and its share: the largest shares first, and cards alike once.
+
+        `in_full` has the first of them run whole, as for `measure`.
+        """
+        runs: dict[tuple[CardKind, int], Measurement] = {}
+        for kind, share in sorted(dict.fromkeys(ranks), key=lambda rank: -rank[1]):
+            runs[kind, share] = self.measure(
+                kind, share, accumulation_steps=accumulation_steps, in_full=in_full and not runs
+            )
+        return [runs[rank] for rank in ranks]
+
+    def forget_scripts(self) -> None:
+        """Another rank has seen that what is played does not hold: from now on trials are run in full here, too."""
+        if self._scripts is not None and self._scripts.hold:
+            self._scripts.give_up()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._runners.clear()
+        self._known.clear()
+
     def _run(self, kind: CardKind, split: BatchSplit, *, in_full: bool) -> Measurement:
         held, card = self.scripts_hold, (kind.gpu, kind.occupied_bytes)
         if card not in self._runners:
@@ -85,8 +135,7 @@ class OneCardTrials:
         measured = runner.measure(split, (0,), "output", in_full=in_full)
         self._first.needs_values = self._first.needs_values or runner.needs_values
         if held and not self.scripts_hold:
-            self._runners.clear()
-            self._known.clear()
+            self._forget()
         return measured
 
     def _hardware_of(self, gpu: GpuModel, occupied_bytes: int) -> VirtualHardware:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from splittune.hardware.virtual import VirtualHardware
 from splittune.hardware.virtual.ring import LastMicroStep, Ring, all_reduce_end_s
 from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, Measurement, Outcome
 from splittune.runners.modelled_ranks.kinds import CardKind
-from splittune.runners.modelled_ranks.one_card import OneCardTrials
+from splittune.runners.modelled_ranks.one_card import CardTrials
 from splittune.split import BatchSplit
 from splittune.units import format_bytes, format_time
 
@@ -37,12 +37,12 @@ class RankTrials:
     updates of 2 ms: 48 + 3 + 2 = 53 ms.
     """
 
-    cards: OneCardTrials
+    cards: CardTrials
     kinds: tuple[CardKind, ...]
     ring: Ring
 
     @classmethod
-    def of(cls, cards: OneCardTrials, hardware: VirtualHardware, kinds: tuple[CardKind, ...]) -> RankTrials:
+    def of(cls, cards: CardTrials, hardware: VirtualHardware, kinds: tuple[CardKind, ...]) -> RankTrials:
         slowest = min(gpu.link_bandwidth_bytes_per_s for gpu in hardware.gpus)
         return cls(cards, kinds, Ring(num_ranks=len(hardware.gpus), bandwidth_bytes_per_s=slowest))
 
@@ -65,28 +65,10 @@ class RankTrials:
         return self._measure(split, in_full=True)
 
     def _measure(self, split: BatchSplit, *, in_full: bool) -> Measurement:
-        kind_of = {device: place for place, kind in enumerate(self.kinds) for device in kind.devices}
+        kind_of = {device: kind for kind in self.kinds for device in kind.devices}
         ranks = [(kind_of[device], share) for device, share in enumerate(split.shard_sizes)]
-        runs: dict[tuple[int, int], Measurement] = {}
-        for kind, share in sorted(set(ranks), key=lambda rank: -rank[1]):
-            is_checked = in_full and not runs
-            runs[kind, share] = self.cards.measure(
-                self.kinds[kind], share, accumulation_steps=split.accumulation_steps, in_full=is_checked
-            )
-        each = [runs[rank] for rank in ranks]
-        for device, run in enumerate(each):
-            if run.throughput is None:
-                return _failed(split, device, run)
-        memory = tuple(replace(run.memory[0], device=device) for device, run in enumerate(each))
-        lacking = next((place for place, run in enumerate(each) if run.outcome is not Outcome.OK), None)
-        timed = self._timed(split, list(runs.values()))
-        return replace(
-            timed,
-            outcome=Outcome.OK if lacking is None else Outcome.NO_HEADROOM,
-            memory=memory,
-            device_busy_s=tuple(run.device_busy_s[0] if run.device_busy_s else 0.0 for run in each),
-            message="" if lacking is None else _named(each[lacking].message, lacking),
-        )
+        each = self.cards.measure_ranks(ranks, accumulation_steps=split.accumulation_steps, in_full=in_full)
+        return put_together(split, each, self._timed)
 
     def _timed(self, split: BatchSplit, runs: Sequence[Measurement]) -> Measurement:
         """The times of a step of ranks that do what these runs of one card each did."""
@@ -126,6 +108,27 @@ class RankTrials:
             f"gradient_as_bucket_view=True frees {format_bytes(num_bytes)} on each."
         )
         return links, buckets
+
+
+def put_together(
+    split: BatchSplit, each: Sequence[Measurement], timed: Callable[[BatchSplit, Sequence[Measurement]], Measurement]
+) -> Measurement:
+    """The step of all ranks from what each did by itself, judged: `timed` gives its times.
+
+    The first rank that did not get through its share decides what became of the step, then the first that kept too
+    little. Worked: ranks 1 and 3 ran out of memory: the step did, and its message is rank 1's, about device 1.
+    """
+    for device, run in enumerate(each):
+        if run.throughput is None:
+            return _failed(split, device, run)
+    lacking = next((place for place, run in enumerate(each) if run.outcome is not Outcome.OK), None)
+    return replace(
+        timed(split, each),
+        outcome=Outcome.OK if lacking is None else Outcome.NO_HEADROOM,
+        memory=tuple(replace(run.memory[0], device=device) for device, run in enumerate(each)),
+        device_busy_s=tuple(run.device_busy_s[0] if run.device_busy_s else 0.0 for run in each),
+        message="" if lacking is None else _named(each[lacking].message, lacking),
+    )
 
 
 def _failed(split: BatchSplit, device: int, run: Measurement) -> Measurement:

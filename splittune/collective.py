@@ -1,0 +1,157 @@
+"""autotune() as a collective: called on every rank of a process group, it gives all of them the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from splittune.config.data import current_versions
+from splittune.config.in_ranks import signature_of
+from splittune.errors import ConfigError
+from splittune.hardware import resolve_hardware
+from splittune.hardware.virtual import VirtualHardware
+from splittune.hardware.virtual.catalog import MAX_RANKS
+from splittune.modelled_ddp import tune_ranks
+from splittune.options import SearchOptions, StrategyChoice
+from splittune.ranks.agreement import ARRIVAL_TIMEOUT_S, Fact, agree
+from splittune.ranks.group import is_grouped
+from splittune.report import TuneResult
+from splittune.runners.base import JobFacts
+from splittune.runners.ranks.control import DEFAULT_WAIT_S, ControlGroup
+from splittune.runners.ranks.crew import Crew, follow, speaking
+from splittune.runners.ranks.virtual import CardsOfRanks, OwnCard
+from splittune.training import TrainingTask
+from splittune.tuner import Devices, TuneCallback
+
+
+def is_collective() -> bool:
+    """Whether this process is one of several ranks, which tune together."""
+    return is_grouped() and dist.get_world_size() > 1
+
+
+def is_leader() -> bool:
+    """Whether this process speaks for all ranks, or there are none."""
+    return not is_collective() or dist.get_rank() == 0
+
+
+def tune_together(
+    make_task: Callable[[], TrainingTask],
+    devices: Devices,
+    options: SearchOptions,
+    callback: TuneCallback,
+    *,
+    strategy: StrategyChoice = "ddp",
+    arrival_timeout_s: float = ARRIVAL_TIMEOUT_S,
+    wait_s: float = DEFAULT_WAIT_S,
+) -> TuneResult:
+    """Tune a job on the ranks of the process group that this process is in; a collective, with the same result on all.
+
+    Rank 0 searches, logs, shows what goes on, and keeps the trials in its storage.
+
+    Args:
+        make_task: makes this rank's job, the same on all; what it raises of splittune's own errors is every rank's.
+        devices: as many virtual cards as there are ranks, of which rank r takes card r.
+        options: alike on all ranks, but for the storage, which is rank 0's.
+        callback: rank 0's.
+        strategy: "ddp".
+        arrival_timeout_s: seconds for ranks to arrive here.
+        wait_s: seconds for which a rank waits for the others in the search at most.
+
+    Raises:
+        ConfigError: the jobs differ, or cannot be used; on every rank, before the first trial.
+        NoFeasibleSplitError: nothing fits; on every rank.
+        RanksError: a rank was lost, or has not come in time; on those that are left.
+    """
+    with speaking(is_leader()), ExitStack() as stack:
+
+        def prepare() -> tuple[_Team, list[Fact]]:
+            team, facts = _prepared(make_task, devices, options, strategy)
+            stack.callback(team.card.close)
+            return team, facts
+
+        team = agree("autotune", prepare, timeout_s=arrival_timeout_s)
+        control = ControlGroup(wait_s=wait_s)
+        stack.callback(control.close)
+        if is_leader():
+            return _lead(team, control, options, callback)
+        result: TuneResult = follow(control, team.card)
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Team:
+    """What a rank brings: its card, with the job open on it, and all cards."""
+
+    card: OwnCard
+    job: JobFacts
+    hardware: VirtualHardware
+
+
+def _prepared(
+    make_task: Callable[[], TrainingTask], devices: Devices, options: SearchOptions, strategy: StrategyChoice
+) -> tuple[_Team, list[Fact]]:
+    hardware = _cards_for(devices, strategy)
+    task = make_task()
+    card = OwnCard(task, hardware, dist.get_rank())
+    try:
+        job = card.open()
+    except BaseException:
+        card.close()
+        raise
+    return _Team(card=card, job=job, hardware=hardware), _facts_of(task, job, hardware, options)
+
+
+def _cards_for(devices: Devices, strategy: StrategyChoice) -> VirtualHardware:
+    num_ranks = dist.get_world_size()
+    if strategy != "ddp":
+        raise ConfigError(
+            f'strategy is "{strategy}" in a process group of {num_ranks} ranks: expected "ddp", for they tune what '
+            "they train with."
+        )
+    hardware = resolve_hardware(devices, max_devices=MAX_RANKS)
+    if not isinstance(hardware, VirtualHardware):
+        raise ConfigError("real cards are not there yet")
+    if len(hardware.gpus) != num_ranks:
+        raise ConfigError(
+            f"devices names {len(hardware.gpus)} cards, and the process group has {num_ranks} ranks: expected one card "
+            f"for each rank. Start {len(hardware.gpus)} processes, or name {num_ranks} cards."
+        )
+    return hardware
+
+
+def _facts_of(task: TrainingTask, job: JobFacts, hardware: VirtualHardware, options: SearchOptions) -> list[Fact]:
+    """What all ranks must have alike."""
+    same_job = "Build the same job on every rank."
+    alike = "Call it alike on every rank."
+    size = job.global_batch_size or job.loader_batch_size
+    asked = replace(options, storage=None)
+    facts = {
+        **{
+            f"the version of {package}": (version, "Install the same on every machine.")
+            for package, version in current_versions().items()
+            if package != "python"
+        },
+        "the model": (signature_of(task.model), same_job),
+        "the job": (job.title, same_job),
+        "the batch size": (f"{size}", same_job),
+        "the loader's batch size": (f"{job.loader_batch_size}", same_job),
+        "the devices": (f"{hardware.spec}", alike),
+        "the seed": (f"{asked.seed}", alike),
+        "the options": (f"{replace(asked, seed=0)}", alike),
+    }
+    return [Fact(name=name, value=value, advice=advice) for name, (value, advice) in facts.items()]
+
+
+def _lead(team: _Team, control: ControlGroup, options: SearchOptions, callback: TuneCallback) -> TuneResult:
+    crew = Crew(control, team.card)
+    try:
+        cards = CardsOfRanks(crew, team.card, team.job)
+        result = tune_ranks(cards, team.hardware, options, callback).result
+    except BaseException as error:
+        crew.dismiss(error=error)
+        raise
+    crew.dismiss(result=result)
+    return result

@@ -1,0 +1,56 @@
+"""What rank 0 has the ranks do, and what each answers: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from splittune.profiling.measurement import Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Every rank runs its share by itself.
+
+    Worked: shares (8, None, 8) have ranks 0 and 2 measure 8 samples, and rank 1 wait for them.
+    """
+
+    shares: tuple[int | None, ...]
+    """Samples of each rank's micro-batch; None for a rank that has nothing to do."""
+    accumulation_steps: int
+    in_full: tuple[bool, ...]
+    """For each rank, whether what could be played from a script is run whole."""
+    scripts_hold: bool = True
+    """False where some rank has found that nothing may be played."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other orders, in JSON types."""
+        return asdict(self)
+
+    @property
+    def words(self) -> str:
+        shares = "+".join("-" if share is None else f"{share}" for share in self.shares)
+        return f"{self.accumulation_steps} x ({shares})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """It is over: with rank 0's result, or its error (`worker.errors.describe_error`)."""
+
+    result: Any = None
+    error: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of an order on one rank."""
+
+    measurement: Measurement | None = None
+    """None of a rank that had nothing to do, and of one with an error."""
+    needs_values: str | None = None
+    """Why its trials run on real tensors."""
+    scripts_hold: bool = True
+    error: Mapping[str, Any] | None = None
+    """What was raised: an exception of the user's, say; None where a trial failed in a way that the search knows."""
