@@ -114,8 +114,8 @@ def tune(
         check_writable(out)
     else:
         check_strategy(place, strategy)
-        if isolation == "process":
-            refuse_nested("--isolation process")
+        if isolation == "process" and place.folder is None:
+            refuse_nested(place, "--isolation process")
     options = SearchOptions(
         min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,

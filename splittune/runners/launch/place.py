@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from splittune.errors import ConfigError
 
@@ -65,15 +66,13 @@ def place_of(environment: Mapping[str, str] = os.environ) -> Place | None:
     )
 
 
-def refuse_nested(what: str) -> None:
-    """That this process may start ranks of its own.
+def refuse_nested(place: Place, what: str) -> NoReturn:
+    """Say that a rank starts no ranks of its own.
 
     Raises:
-        ConfigError: it is a rank itself.
+        ConfigError: always.
     """
-    place = place_of()
-    if place is not None:
-        raise ConfigError(
-            f"{what} was asked for in a process that a launcher started, rank {place.rank} of {place.world_size}: "
-            f"expected one launcher. Leave {what} out, or start the command without torchrun."
-        )
+    raise ConfigError(
+        f"{what} was asked for in a process that a launcher started, rank {place.rank} of {place.world_size}: expected "
+        f"one launcher. Leave {what} out, or start the command without torchrun."
+    )
