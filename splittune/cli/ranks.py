@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import typer
 
+from splittune.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, sigterm_as_exit
 from splittune.errors import ConfigError, RanksError, SplittuneError
 from splittune.runners.launch.agent import launch
 from splittune.runners.launch.attempts import Attempts
@@ -34,9 +35,18 @@ def launch_this(num_ranks: int, *, num_trials: int) -> NoReturn:
 
 @contextmanager
 def as_rank(place: Place, *, on_cards: bool, trial_timeout_s: float) -> Iterator[None]:
-    """Meanwhile this process is a rank of the command; only rank 0 logs. That it was done counts for the launch."""
-    with joined(place, on_cards=on_cards, collective_timeout_s=trial_timeout_s + GRACE_S):
-        yield
+    """Meanwhile this process is a rank of the command. That it was done counts for the launch, once rank 0 has.
+
+    SIGTERM and Ctrl-C end a trial on every rank in order, for each is asked: what was on its way is not a crash. A job
+    that calls sys.exit ends no otherwise, and is no result.
+    """
+    with sigterm_as_exit(), joined(place, on_cards=on_cards, collective_timeout_s=trial_timeout_s + GRACE_S):
+        try:
+            yield
+        except SystemExit:
+            end_now(EXIT_TERMINATED)
+        except KeyboardInterrupt:
+            end_now(EXIT_INTERRUPTED)
     write_verdict(place, 0)
 
 

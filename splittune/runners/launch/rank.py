@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,12 +29,10 @@ GRACE_S = 30.0
 def joined(place: Place, *, on_cards: bool, collective_timeout_s: float) -> Iterator[None]:
     """Meanwhile this process is a rank of the default group: gloo for the CPU, and NCCL for cards where there are any.
 
-    It ends when its launcher has, whatever it is doing, and at once when it is asked to, unless it is rank 0, which
-    first writes what it has. A collective in which somebody is missing gives up after `collective_timeout_s`.
+    It ends when its launcher has, whatever it is doing. A collective in which somebody is missing gives up after
+    `collective_timeout_s`.
     """
     end_with(place.launcher_pid)
-    if not place.is_first:
-        _end_at_once()
     faulthandler.enable()
     backend = f"cpu:gloo,{kind_of_cards()}:{dist.get_default_backend_for_device(kind_of_cards())}" if on_cards else "gloo"
     try:
@@ -52,13 +48,6 @@ def joined(place: Place, *, on_cards: bool, collective_timeout_s: float) -> Iter
         faulthandler.cancel_dump_traceback_later()
         if sys.exc_info()[1] is None:
             dist.destroy_process_group()
-
-
-def _end_at_once() -> None:
-    """Ctrl-C and SIGTERM end this process without a word, also where it waits in native code: rank 0 speaks."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
