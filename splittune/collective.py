@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from splittune.report import TuneResult
 from splittune.runners.base import JobFacts
 from splittune.runners.ranks.control import DEFAULT_WAIT_S, ControlGroup
 from splittune.runners.ranks.crew import Crew, follow, speaking
+from splittune.runners.ranks.journal import TrialJournal
+from splittune.runners.ranks.memo import AnswerMemo
 from splittune.runners.ranks.virtual import CardsOfRanks, OwnCard
 from splittune.training import TrainingTask
 from splittune.tuner import Devices, TuneCallback
@@ -46,6 +48,8 @@ def tune_together(
     strategy: StrategyChoice = "ddp",
     arrival_timeout_s: float = ARRIVAL_TIMEOUT_S,
     wait_s: float = DEFAULT_WAIT_S,
+    journal: TrialJournal | None = None,
+    check_first: Callable[[], None] | None = None,
 ) -> TuneResult:
     """Tune a job on the ranks of the process group that this process is in; a collective, with the same result on all.
 
@@ -59,6 +63,9 @@ def tune_together(
         strategy: "ddp".
         arrival_timeout_s: seconds for ranks to arrive here.
         wait_s: seconds for which a rank waits for the others in the search at most.
+        journal: rank 0's, of the trial on its way; None for one beside the storage, where there is a storage.
+        check_first: rank 0 calls it before anything else: that it can write where it shall, say. What it raises of
+            splittune's own errors is every rank's.
 
     Raises:
         ConfigError: the jobs differ, or cannot be used; on every rank, before the first trial.
@@ -68,6 +75,8 @@ def tune_together(
     with speaking(is_leader()), ExitStack() as stack:
 
         def prepare() -> tuple[_Team, list[Fact]]:
+            if check_first is not None and is_leader():
+                check_first()
             team, facts = _prepared(make_task, devices, options, strategy)
             stack.callback(team.card.close)
             return team, facts
@@ -76,7 +85,7 @@ def tune_together(
         control = ControlGroup(wait_s=wait_s)
         stack.callback(control.close)
         if is_leader():
-            return _lead(team, control, options, callback)
+            return _lead(team, control, options, callback, journal)
         result: TuneResult = follow(control, team.card)
         return result
 
@@ -93,7 +102,7 @@ class _Team:
 def _prepared(
     make_task: Callable[[], TrainingTask], devices: Devices, options: SearchOptions, strategy: StrategyChoice
 ) -> tuple[_Team, list[Fact]]:
-    hardware = _cards_for(devices, strategy)
+    hardware = _cards_for(devices, options, strategy)
     task = make_task()
     card = OwnCard(task, hardware, dist.get_rank())
     try:
@@ -104,12 +113,16 @@ def _prepared(
     return _Team(card=card, job=job, hardware=hardware), _facts_of(task, job, hardware, options)
 
 
-def _cards_for(devices: Devices, strategy: StrategyChoice) -> VirtualHardware:
+def _cards_for(devices: Devices, options: SearchOptions, strategy: StrategyChoice) -> VirtualHardware:
     num_ranks = dist.get_world_size()
     if strategy != "ddp":
         raise ConfigError(
             f'strategy is "{strategy}" in a process group of {num_ranks} ranks: expected "ddp", for they tune what '
             "they train with."
+        )
+    if options.timeout_s is not None:
+        raise ConfigError(
+            f"timeout_s is {options.timeout_s!r} on ranks: expected None. With max_trials the search ends sooner."
         )
     hardware = resolve_hardware(devices, max_devices=MAX_RANKS)
     if not isinstance(hardware, VirtualHardware):
@@ -145,13 +158,29 @@ def _facts_of(task: TrainingTask, job: JobFacts, hardware: VirtualHardware, opti
     return [Fact(name=name, value=value, advice=advice) for name, (value, advice) in facts.items()]
 
 
-def _lead(team: _Team, control: ControlGroup, options: SearchOptions, callback: TuneCallback) -> TuneResult:
+def _lead(
+    team: _Team, control: ControlGroup, options: SearchOptions, callback: TuneCallback, journal: TrialJournal | None
+) -> TuneResult:
     crew = Crew(control, team.card)
     try:
-        cards = CardsOfRanks(crew, team.card, team.job)
-        result = tune_ranks(cards, team.hardware, options, callback).result
+        memo = None
+        if options.storage is not None:
+            memo = AnswerMemo(options.storage, _search_of(team))
+            journal = journal or TrialJournal.beside(options.storage)
+        with nullcontext() if memo is None else memo.alone():
+            cards = CardsOfRanks(crew, team.card, team.job, memo=memo, journal=journal)
+            result = tune_ranks(cards, team.hardware, options, callback).result
+            if journal is not None:
+                journal.remove()
     except BaseException as error:
         crew.dismiss(error=error)
         raise
     crew.dismiss(result=result)
     return result
+
+
+def _search_of(team: _Team) -> str:
+    """Tells the trials of this job on these cards from others; what is demanded free is judged anew."""
+    versions = current_versions()
+    job, cards = team.job, team.hardware.spec or "+".join(gpu.name for gpu in team.hardware.gpus)
+    return f"{job.title} on {cards}, with splittune {versions['splittune']} and torch {versions['torch']}"
