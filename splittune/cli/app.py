@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from functools import partial
 
 import typer
 
@@ -34,7 +35,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:  # noqa: BLE001  the user's own: as Python shows it, but not with code 1
-        leave(error, _code_of(error), lambda: _show(error))
+        leave(error, _code_of(error), partial(_show, error))
 
 
 def _code_of(error: Exception) -> int:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
 from rich.console import Console
 
 from splittune.config.data import Strategy

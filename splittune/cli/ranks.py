@@ -27,9 +27,7 @@ def launch_this(num_ranks: int, *, num_trials: int) -> NoReturn:
     Raises:
         WorkerError: they could not be kept alive.
     """
-    code = launch(
-        sys.argv[1:], num_ranks, max_restarts=MAX_ENDS_IN_A_ROW * (num_trials + 1), limit_name=LIMIT_NAME
-    )
+    code = launch(sys.argv[1:], num_ranks, max_restarts=MAX_ENDS_IN_A_ROW * (num_trials + 1), limit_name=LIMIT_NAME)
     raise typer.Exit(code)
 
 

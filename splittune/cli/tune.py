@@ -20,8 +20,8 @@ from splittune.cli.console import (
     say_how_to_wrap,
     sigterm_as_exit,
 )
-from splittune.cli.ranks import as_rank, check_strategy, launch_this
 from splittune.cli.options import JobArgument, OutOption, QuietOption, StrategyOption, VerboseOption
+from splittune.cli.ranks import as_rank, check_strategy, launch_this
 from splittune.collective import tune_together
 from splittune.config.files import check_writable
 from splittune.hardware import resolve_hardware
@@ -35,15 +35,15 @@ from splittune.options import (
     StrategyChoice,
     strategies_of,
 )
-from splittune.profiling.measurement import Outcome
 from splittune.report import TuneResult, save_tables
 from splittune.report.console import show_notes, show_result
 from splittune.report.progress import ConsoleCallback, SilentCallback
 from splittune.runners.base import DeviceView, Runner
 from splittune.runners.in_process import InProcessRunner
-from splittune.runners.launch.attempts import Attempts
+from splittune.runners.launch.attempts import Attempts, NotingJournal
 from splittune.runners.launch.place import Place, place_of, refuse_nested
 from splittune.runners.launch.rank import ARRIVAL_S, GRACE_S
+from splittune.runners.ranks.journal import TrialJournal
 from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunner
 from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
 from splittune.split import SplitSpace
@@ -126,15 +126,16 @@ def tune(
         sampler=sampler,
         seed=seed,
     )
-    if place is not None:
-        make_task = partial(_checked_task_of, place, job, global_batch_size, out)
-        with as_rank(place, on_cards=names_cuda_devices(devices), trial_timeout_s=trial_timeout_s):
-            result = _tune_as_rank(place, make_task, devices, options, trial_timeout_s, out, quiet=quiet, verbose=verbose)
-            if not place.is_first:
-                return
-            _show_end(result, out, verbose=verbose)
-        return
     search: Callable[[TuneCallback], TuneResult]
+    if place is not None:
+        make_task = partial(_task_of, job, global_batch_size)
+        with as_rank(place, on_cards=names_cuda_devices(devices), trial_timeout_s=trial_timeout_s):
+            search = _search_as_rank(place, make_task, devices, options, trial_timeout_s, out)
+            if place.is_first:
+                _show_end(tune_and_save(search, out, quiet=quiet, verbose=verbose), out, verbose=verbose)
+            else:
+                search(SilentCallback())
+        return
     if strategies_of(strategy) == ("dp",):
         runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
         search = partial(run_search, runner, options)
@@ -164,13 +165,12 @@ def tune_and_save(
     quiet: bool,
     verbose: bool,
     log_level: int = logging.INFO,
-    on_trial: Callable[[Trial], None] | None = None,
 ) -> TuneResult:
     """Search and write the files; log from `log_level` up, if not `quiet`.
 
     When it ends early, by Ctrl-C say, the finished trials are written all the same.
     """
-    callback = _KeepingCallback(SilentCallback() if quiet else ConsoleCallback(console, verbose=verbose), on_trial)
+    callback = _KeepingCallback(SilentCallback() if quiet else ConsoleCallback(console, verbose=verbose))
     log_above_the_bar(logging.WARNING if quiet else log_level)
     try:
         with sigterm_as_exit():
@@ -187,44 +187,31 @@ def tune_and_save(
     return result
 
 
-def _tune_as_rank(
+def _search_as_rank(
     place: Place,
     make_task: Callable[[], TrainingTask],
     devices: str | None,
     options: SearchOptions,
     trial_timeout_s: float,
     out: Path,
-    *,
-    quiet: bool,
-    verbose: bool,
-) -> TuneResult:
-    """Tune together with the other ranks; rank 0 shows and writes."""
-    if place.folder is not None and options.storage is None:
-        options = dataclasses.replace(options, storage=str(place.folder / "trials"))
-    search = partial(
+) -> Callable[[TuneCallback], TuneResult]:
+    """The search together with the other ranks, kept in a file for as long as the launch lasts."""
+    journal: TrialJournal | None = None
+    if place.folder is not None:
+        options = dataclasses.replace(options, storage=options.storage or str(place.folder / "trials"))
+        if place.is_first:
+            journal = NotingJournal(f"{options.storage}.trial", Attempts(place.folder))
+    return partial(
         tune_together,
         make_task,
         devices,
         options,
         arrival_timeout_s=ARRIVAL_S,
         wait_s=trial_timeout_s + GRACE_S,
+        journal=journal,
+        check_first=partial(check_writable, out),
+        end_after_s=trial_timeout_s if place.folder is not None else None,
     )
-    if not place.is_first:
-        return search(SilentCallback())
-    counted = _Counting(None if place.folder is None else Attempts(place.folder))
-    return tune_and_save(search, out, quiet=quiet, verbose=verbose, on_trial=counted)
-
-
-class _Counting:
-    """Tells the launcher of every trial that was finished and did not crash: after those it goes on in any case."""
-
-    def __init__(self, attempts: Attempts | None) -> None:
-        self._attempts, self._num_trials = attempts, 0
-
-    def __call__(self, trial: Trial) -> None:
-        if self._attempts is not None and trial.measurement.outcome is not Outcome.CRASHED:
-            self._num_trials += 1
-            self._attempts.note_finished(self._num_trials)
 
 
 def _runner_for(
@@ -240,13 +227,6 @@ def _runner_for(
 def _task_of(job: str, global_batch_size: int | None) -> TrainingTask:
     task = load_task(job)
     return task if global_batch_size is None else dataclasses.replace(task, global_batch_size=global_batch_size)
-
-
-def _checked_task_of(place: Place, job: str, global_batch_size: int | None, out: Path) -> TrainingTask:
-    """The job of this rank. Whether results can be written, and where, is rank 0's to find out."""
-    if place.is_first:
-        check_writable(out)
-    return _task_of(job, global_batch_size)
 
 
 def num_cards(devices: str | None) -> int:
@@ -265,8 +245,7 @@ def names_cuda_devices(devices: str | None) -> bool:
 class _KeepingCallback:
     """Passes everything on, and keeps the finished trials and what they ran on."""
 
-    def __init__(self, callback: TuneCallback, on_trial: Callable[[Trial], None] | None = None) -> None:
-        self._on_trial = on_trial
+    def __init__(self, callback: TuneCallback) -> None:
         self.trials: list[Trial] = []
         self.cards: DeviceView | None = None
         self.on_measure = callback.on_measure
@@ -280,6 +259,4 @@ class _KeepingCallback:
 
     def on_trial(self, trial: Trial) -> None:
         self.trials.append(trial)
-        if self._on_trial is not None:
-            self._on_trial(trial)
         self._callback.on_trial(trial)

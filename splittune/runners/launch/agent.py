@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from splittune.errors import WorkerError
 from splittune.runners.launch.attempts import Attempts

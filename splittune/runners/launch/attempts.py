@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from splittune.errors import WorkerError
+from splittune.runners.ranks.journal import TrialJournal
 from splittune.runners.worker.link import words_of_ending
 from splittune.runners.worker.runner import MAX_ENDS_IN_A_ROW
 
@@ -20,8 +23,8 @@ EXIT_TOO_LONG = 1
 class Attempts:
     """The lines that a launcher and its ranks add to one file, each whole or not at all.
 
-    Worked: ``{"finished": 3}`` and then ``{"ended": 1, "code": -9}``: rank 1 was killed in the fourth trial. Three ends
-    without a larger number between them are the end of it all.
+    Worked: ``{"finished": true}`` and then ``{"ended": 1, "code": -9}``: a trial was run, and in the next rank 1 was
+    killed. Three ends without a finished trial between them are the end of it all.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,9 +34,9 @@ class Attempts:
         """A rank ended with this exit code, a negative signal's number included; the launcher's to say."""
         self._add({"ended": rank, "code": code})
 
-    def note_finished(self, num_trials: int) -> None:
-        """So many trials are finished by now, those read back from before included."""
-        self._add({"finished": num_trials})
+    def note_finished(self) -> None:
+        """A trial was run to its end, well or not."""
+        self._add({"finished": True})
 
     def note_error(self, rank: int, text: str) -> None:
         """What a rank that ends by itself has to say."""
@@ -64,12 +67,9 @@ class Attempts:
         Raises:
             WorkerError: the ranks ended three times in a row, and no trial was finished between.
         """
-        in_a_row, most = 0, 0
+        in_a_row = 0
         for line in self._lines():
-            if "ended" in line:
-                in_a_row += 1
-            elif line["finished"] > most:
-                in_a_row, most = 0, line["finished"]
+            in_a_row = 0 if "finished" in line else in_a_row + 1
         if in_a_row >= MAX_ENDS_IN_A_ROW:
             raise WorkerError(
                 f"the ranks ended {in_a_row} times in a row without finishing a trial, at last so: "
@@ -87,3 +87,17 @@ class Attempts:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+class NotingJournal(TrialJournal):
+    """The journal of the trial on its way, which tells the launcher of every one that was run to its end."""
+
+    def __init__(self, path: str | os.PathLike[str], attempts: Attempts) -> None:
+        super().__init__(path)
+        self._attempts = attempts
+
+    @contextmanager
+    def running(self, trial: Mapping[str, Any]) -> Iterator[None]:
+        with super().running(trial):
+            yield
+        self._attempts.note_finished()

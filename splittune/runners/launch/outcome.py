@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from splittune.config.files import write_atomically
 from splittune.errors import ConfigError
@@ -31,14 +31,14 @@ def is_everybodys(place: Place, code: int, kind: str) -> bool:
     if not is_grouped():
         return False
     try:
-        store = dist.PrefixStore("splittune/outcome", store_of(None))
+        store = PrefixStore("splittune/outcome", store_of(None))
         word = "alike" if _are_alike(store, place, json.dumps([code, kind])) else "unlike"
         return bool(store.compare_set("settled", "", word) == b"alike")
     except (RuntimeError, ConfigError):  # the store is gone, and its host with it
         return False
 
 
-def _are_alike(store: dist.Store, place: Place, mine: str) -> bool:
+def _are_alike(store: Store, place: Place, mine: str) -> bool:
     store.set(str(place.rank), mine)
     deadline = time.monotonic() + SAME_OUTCOME_S
     try:

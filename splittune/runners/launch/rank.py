@@ -15,6 +15,8 @@ import torch.distributed as dist
 from splittune.cards import kind_of_cards
 from splittune.errors import ConfigError
 from splittune.runners.launch.place import Place
+from splittune.runners.ranks.crew import Member, Order
+from splittune.runners.ranks.orders import Answer
 from splittune.runners.worker.main import end_with
 
 # Seconds that ranks may arrive apart: the slowest reads its model and its data. As for a worker, a limit for what would
@@ -34,7 +36,9 @@ def joined(place: Place, *, on_cards: bool, collective_timeout_s: float) -> Iter
     """
     end_with(place.launcher_pid)
     faulthandler.enable()
-    backend = f"cpu:gloo,{kind_of_cards()}:{dist.get_default_backend_for_device(kind_of_cards())}" if on_cards else "gloo"
+    backend = (
+        f"cpu:gloo,{kind_of_cards()}:{dist.get_default_backend_for_device(kind_of_cards())}" if on_cards else "gloo"
+    )
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=collective_timeout_s))
     except (RuntimeError, ValueError) as error:
@@ -61,6 +65,23 @@ def at_most(limit_s: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+class Bounded:
+    """A rank's part in trials, its process ended where one takes longer than `limit_s`.
+
+    Trials in whole steps may take as many times that as they accumulate.
+    """
+
+    def __init__(self, member: Member, limit_s: float) -> None:
+        self._member, self._limit_s = member, limit_s
+
+    def obey(self, order: Order) -> Answer:
+        with at_most(self._limit_s):
+            return self._member.obey(order)
+
+    def close(self) -> None:
+        self._member.close()
 
 
 def end_now(code: int) -> NoReturn:

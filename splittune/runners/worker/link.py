@@ -42,8 +42,10 @@ _MEANINGS = {
 
 
 def words_of_ending(who: str, code: int) -> str:
-    """How a process ended, by its exit code, a signal's number negative: ``"the worker ended with signal 9 (SIGKILL):
-    likely ..."``."""
+    """How a process ended, by its exit code, a signal's number negative.
+
+    Worked: -9 of the worker gives ``"the worker ended with signal 9 (SIGKILL): likely ..."``.
+    """
     if code >= 0:
         return f"{who} ended with exit code {code}"
     try:

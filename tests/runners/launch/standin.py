@@ -7,7 +7,6 @@ them the same environment, hosts the store, ends all when one ends with another 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal

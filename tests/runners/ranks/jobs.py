@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from splittune import TrainingTask, TuneResult, autotune
-from splittune.options import SearchOptions
-from splittune.report.progress import SilentCallback
+from splittune import TuneResult, autotune
 from splittune.report.tables import devices_table, trials_table
 from tests.runners.modelled_ranks.jobs import products
 
