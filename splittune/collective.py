@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from splittune.cards import kind_of_cards
 from splittune.config.data import current_versions
 from splittune.config.in_ranks import signature_of
 from splittune.errors import ConfigError
-from splittune.hardware import resolve_hardware
+from splittune.hardware import Hardware, resolve_hardware
+from splittune.hardware.resolve import names_virtual_gpus
 from splittune.hardware.virtual import VirtualHardware
 from splittune.hardware.virtual.catalog import MAX_RANKS
 from splittune.modelled_ddp import tune_ranks
 from splittune.options import SearchOptions, StrategyChoice
 from splittune.ranks.agreement import ARRIVAL_TIMEOUT_S, Fact, agree
-from splittune.ranks.group import is_grouped
+from splittune.ranks.group import check_backend, device_of_rank, is_grouped
 from splittune.report import TuneResult
 from splittune.runners.base import JobFacts
 from splittune.runners.launch.rank import Bounded
@@ -25,9 +28,15 @@ from splittune.runners.ranks.control import DEFAULT_WAIT_S, ControlGroup
 from splittune.runners.ranks.crew import Crew, Member, follow, speaking
 from splittune.runners.ranks.journal import TrialJournal
 from splittune.runners.ranks.memo import AnswerMemo
+from splittune.runners.ranks.own_card import OwnRealCard
+from splittune.runners.ranks.runner import Present, RanksRunner, introduce
 from splittune.runners.ranks.virtual import CardsOfRanks, OwnCard
 from splittune.training import TrainingTask
-from splittune.tuner import Devices, TuneCallback
+from splittune.tuner import Devices, TuneCallback, tune
+
+# Of the time for which ranks wait for one another, the part for a synchronised step: where one fails in it, the others
+# have given it up by the time at which all agree on that. A choice.
+STEP_PART = 0.5
 
 
 def is_collective() -> bool:
@@ -59,12 +68,13 @@ def tune_together(
 
     Args:
         make_task: makes this rank's job, the same on all; what it raises of splittune's own errors is every rank's.
-        devices: as many virtual cards as there are ranks, of which rank r takes card r.
+        devices: as many virtual cards as there are ranks, of which rank r takes card r; of real ones None, for the
+            card of each rank's LOCAL_RANK, or one for each rank.
         options: alike on all ranks, but for the storage, which is rank 0's.
         callback: rank 0's.
         strategy: "ddp".
         arrival_timeout_s: seconds for ranks to arrive here.
-        wait_s: seconds for which a rank waits for the others in the search at most.
+        wait_s: seconds for which a rank waits for the others in the search at most; half that in a synchronised step.
         journal: rank 0's, of the trial on its way; None for one beside the storage, where there is a storage.
         check_first: rank 0 calls it before anything else: that it can write where it shall, say. What it raises of
             splittune's own errors is every rank's.
@@ -81,71 +91,96 @@ def tune_together(
         def prepare() -> tuple[_Team, list[Fact]]:
             if check_first is not None and is_leader():
                 check_first()
-            team, facts = _prepared(make_task, devices, options, strategy)
+            team, facts = _prepared(make_task, devices, options, strategy, wait_s)
             stack.callback(team.card.close)
             return team, facts
 
         team = agree("autotune", prepare, timeout_s=arrival_timeout_s)
         control = ControlGroup(wait_s=wait_s)
         stack.callback(control.close)
+        present = introduce(control, team.job)
         member: Member = team.card if end_after_s is None else Bounded(team.card, end_after_s)
         if is_leader():
-            return _lead(team, Crew(control, member), options, callback, journal)
+            return _lead(team, present, Crew(control, member), options, callback, journal)
         result: TuneResult = follow(control, member)
         return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Team:
-    """What a rank brings: its card, with the job open on it, and all cards."""
+    """What a rank brings: its card, with the job open on it, and all cards where they are virtual."""
 
-    card: OwnCard
+    card: OwnCard | OwnRealCard
     job: JobFacts
-    hardware: VirtualHardware
+    hardware: VirtualHardware | None
 
 
 def _prepared(
-    make_task: Callable[[], TrainingTask], devices: Devices, options: SearchOptions, strategy: StrategyChoice
+    make_task: Callable[[], TrainingTask],
+    devices: Devices,
+    options: SearchOptions,
+    strategy: StrategyChoice,
+    wait_s: float,
 ) -> tuple[_Team, list[Fact]]:
-    hardware = _cards_for(devices, options, strategy)
-    task = make_task()
-    card = OwnCard(task, hardware, dist.get_rank())
+    if strategy != "ddp":
+        raise ConfigError(
+            f'strategy is "{strategy}" in a process group of {dist.get_world_size()} ranks: expected "ddp", for they '
+            "tune what they train with."
+        )
+    card: OwnCard | OwnRealCard
+    if names_virtual_gpus(devices):
+        hardware = _virtual_cards(devices, options)
+        card = OwnCard(make_task(), hardware, dist.get_rank())
+    else:
+        hardware = None
+        own = card_of_rank(devices)
+        card = OwnRealCard(make_task(), own, wait_s=STEP_PART * wait_s)
     try:
         job = card.open()
     except BaseException:
         card.close()
         raise
-    return _Team(card=card, job=job, hardware=hardware), _facts_of(task, job, hardware, options)
+    named = f"{devices!r}" if hardware is None else f"{hardware.spec}"
+    return _Team(card=card, job=job, hardware=hardware), _facts_of(card.task, job, named, options)
 
 
-def _cards_for(devices: Devices, options: SearchOptions, strategy: StrategyChoice) -> VirtualHardware:
+def card_of_rank(devices: Devices) -> Hardware:
+    """This rank's one card: of those named the one in its place, else that of its LOCAL_RANK on this machine.
+
+    Raises:
+        ConfigError: as many devices as ranks were expected, or the group has no backend for them.
+        DeviceError: the card is not there.
+    """
+    kind, rank = kind_of_cards(), dist.get_rank()
+    own = device_of_rank([kind] * dist.get_world_size(), kind if devices is None else devices, rank)
+    check_backend(own, None)
+    return resolve_hardware([own])
+
+
+def _virtual_cards(devices: Devices, options: SearchOptions) -> VirtualHardware:
     num_ranks = dist.get_world_size()
-    if strategy != "ddp":
-        raise ConfigError(
-            f'strategy is "{strategy}" in a process group of {num_ranks} ranks: expected "ddp", for they tune what '
-            "they train with."
-        )
     if options.timeout_s is not None:
         raise ConfigError(
-            f"timeout_s is {options.timeout_s!r} on ranks: expected None. With max_trials the search ends sooner."
+            f"timeout_s is {options.timeout_s!r} on virtual cards under ranks: expected None. With max_trials the "
+            "search ends sooner."
         )
     hardware = resolve_hardware(devices, max_devices=MAX_RANKS)
-    if not isinstance(hardware, VirtualHardware):
-        raise ConfigError("real cards are not there yet")
+    assert isinstance(hardware, VirtualHardware), "no device of torch's is named"
     if len(hardware.gpus) != num_ranks:
+        cards = len(hardware.gpus)
         raise ConfigError(
-            f"devices names {len(hardware.gpus)} cards, and the process group has {num_ranks} ranks: expected one card "
-            f"for each rank. Start {len(hardware.gpus)} processes, or name {num_ranks} cards."
+            f"devices names {cards} card{'s' if cards > 1 else ''}, and the process group has {num_ranks} ranks: "
+            f"expected one card for each rank. Start as many processes as cards, or name {num_ranks} cards."
         )
     return hardware
 
 
-def _facts_of(task: TrainingTask, job: JobFacts, hardware: VirtualHardware, options: SearchOptions) -> list[Fact]:
+def _facts_of(task: TrainingTask, job: JobFacts, devices: str, options: SearchOptions) -> list[Fact]:
     """What all ranks must have alike."""
     same_job = "Build the same job on every rank."
     alike = "Call it alike on every rank."
     size = job.global_batch_size or job.loader_batch_size
-    asked = replace(options, storage=None)
+    asked = replace(options, storage=None)  # the trials are rank 0's
     facts = {
         **{
             f"the version of {package}": (version, "Install the same on every machine.")
@@ -156,7 +191,7 @@ def _facts_of(task: TrainingTask, job: JobFacts, hardware: VirtualHardware, opti
         "the job": (job.title, same_job),
         "the batch size": (f"{size}", same_job),
         "the loader's batch size": (f"{job.loader_batch_size}", same_job),
-        "the devices": (f"{hardware.spec}", alike),
+        "the devices": (devices, alike),
         "the seed": (f"{asked.seed}", alike),
         "the options": (f"{replace(asked, seed=0)}", alike),
     }
@@ -164,18 +199,23 @@ def _facts_of(task: TrainingTask, job: JobFacts, hardware: VirtualHardware, opti
 
 
 def _lead(
-    team: _Team, crew: Crew, options: SearchOptions, callback: TuneCallback, journal: TrialJournal | None
+    team: _Team,
+    present: Sequence[Present],
+    crew: Crew,
+    options: SearchOptions,
+    callback: TuneCallback,
+    journal: TrialJournal | None,
 ) -> TuneResult:
     try:
-        memo = None
-        if options.storage is not None:
-            memo = AnswerMemo(options.storage, _search_of(team))
-            journal = journal or TrialJournal.beside(options.storage)
-        with nullcontext() if memo is None else memo.alone():
-            cards = CardsOfRanks(crew, team.card, team.job, memo=memo, journal=journal)
-            result = tune_ranks(cards, team.hardware, options, callback).result
-            if journal is not None:
-                journal.remove()
+        if journal is None and options.storage is not None and "://" not in os.fspath(options.storage):
+            journal = TrialJournal.beside(options.storage)
+        if isinstance(team.card, OwnRealCard):
+            runner = RanksRunner(crew, team.card, present, journal=journal)
+            result = tune(runner, options, callback, strategy="ddp")
+        else:
+            result = _search_virtual_cards(team, team.card, crew, options, callback, journal)
+        if journal is not None:
+            journal.remove()
     except BaseException as error:
         crew.dismiss(error=error)
         raise
@@ -183,8 +223,23 @@ def _lead(
     return result
 
 
-def _search_of(team: _Team) -> str:
+def _search_virtual_cards(
+    team: _Team,
+    own: OwnCard,
+    crew: Crew,
+    options: SearchOptions,
+    callback: TuneCallback,
+    journal: TrialJournal | None,
+) -> TuneResult:
+    assert team.hardware is not None, "virtual cards are told by their names"
+    memo = None if options.storage is None else AnswerMemo(options.storage, _search_of(team.job, team.hardware))
+    with nullcontext() if memo is None else memo.alone():
+        cards = CardsOfRanks(crew, own, team.job, memo=memo, journal=journal)
+        return tune_ranks(cards, team.hardware, options, callback).result
+
+
+def _search_of(job: JobFacts, hardware: VirtualHardware) -> str:
     """Tells the trials of this job on these cards from others; what is demanded free is judged anew."""
     versions = current_versions()
-    job, cards = team.job, team.hardware.spec or "+".join(gpu.name for gpu in team.hardware.gpus)
+    cards = hardware.spec or "+".join(gpu.name for gpu in hardware.gpus)
     return f"{job.title} on {cards}, with splittune {versions['splittune']} and torch {versions['torch']}"

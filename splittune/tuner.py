@@ -194,7 +194,7 @@ def autotune(
     return result
 
 
-def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> TuneResult:
+def tune(runner: Runner, options: SearchOptions, callback: TuneCallback, *, strategy: Strategy = "dp") -> TuneResult:
     """`autotune` for a job wherever its trials run: profile, search, confirm, and leave the job as it was found.
 
     On real cards the winner and the baseline are then foretold as a plan would have it, to be compared.
@@ -231,7 +231,7 @@ def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> Tune
                 max_trials=options.max_trials_each,
                 timeout_s=options.timeout_each_s,
                 storage=options.storage,
-                study_name=_study_name(job, placement),
+                study_name=_study_name(job, placement, strategy),
                 seed=options.seed,
                 sampler=options.sampler,
                 min_headroom_bytes=headroom,
@@ -245,7 +245,7 @@ def tune(runner: Runner, options: SearchOptions, callback: TuneCallback) -> Tune
             runner.close()
         finally:
             callback.on_end()
-    return result_of(found, job, headroom, seed=options.seed, foretold=foretold)
+    return result_of(found, job, headroom, seed=options.seed, foretold=foretold, strategy=strategy)
 
 
 def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequence[LossPlacement]) -> SearchResult:
@@ -271,11 +271,11 @@ def _best_of(search: Callable[[LossPlacement], SearchResult], placements: Sequen
     return replace(results[0], best=best, warnings=tuple(warnings))
 
 
-def _study_name(job: JobFacts, placement: LossPlacement) -> str:
+def _study_name(job: JobFacts, placement: LossPlacement, strategy: Strategy) -> str:
     """Names the job and its devices, so that a storage never answers for another one."""
     cards = job.cards.spec or "+".join(device.name for device in job.cards.devices)
     loss = "" if placement == "output" else ", loss in the replicas"
-    return f"{job.title}{loss} on {cards}"
+    return f"{job.title}{loss} on {'ranks with ' if strategy == 'ddp' else ''}{cards}"
 
 
 def _refuse_parts(parts: dict[str, Any]) -> None:
@@ -326,4 +326,5 @@ def result_of(
         warnings=found.warnings,
         notes=tuple(note for note in (no_mean, slow) if note is not None),
         foretold=foretold,
+        nodes=job.nodes,
     )

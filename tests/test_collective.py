@@ -90,9 +90,9 @@ def test_an_exception_of_the_users_ends_it_on_all_ranks(pool: Pool, rank: int) -
         ({"max_trials": 5}, "the ranks differ in the options"),
         ({"devices": "2xT4"}, "the ranks differ in the devices"),
         ({"devices": "3xT4"}, "rank 1: devices names 3 cards, and the process group has 2 ranks"),
-        ({"devices": "1xT4"}, "rank 1: devices names 1 cards?, and the process group has 2 ranks"),
+        ({"devices": "1xT4"}, "rank 1: devices names 1 card, and the process group has 2 ranks"),
         ({"strategy": "either"}, 'rank 1: strategy is "either" in a process group of 2 ranks'),
-        ({"timeout_s": 3.0}, "rank 1: timeout_s is 3.0 on ranks"),
+        ({"timeout_s": 3.0}, "rank 1: timeout_s is 3.0 on virtual cards under ranks"),
     ],
 )
 def test_ranks_that_differ_are_named_on_all_of_them(pool: Pool, options: dict[str, Any], words: str) -> None:

@@ -44,6 +44,11 @@ def resolve_hardware(
     return CudaHardware([_torch_device(device, position) for position, device in enumerate(_in_a_row(devices))])
 
 
+def names_virtual_gpus(devices: object) -> bool:
+    """Whether `devices`, as `resolve_hardware` takes it, is a string that names no device of torch's."""
+    return isinstance(devices, str) and not any(_is_real(name.strip()) for name in devices.split(","))
+
+
 def _all_visible() -> CudaHardware:
     num_visible = count_visible_devices()
     if num_visible == 0:

@@ -67,9 +67,13 @@ class Profiler:
 
     def measure(self, split: BatchSplit) -> Measurement:
         """Micro-steps and updates of `split`, timed apart, in rounds that end with an update."""
-        measurement = self._trial(split, self._pacer.run_rounds)
+        measurement = self.measure_by_itself(split)
         self._pacer.remember(measurement)
         return measurement
+
+    def measure_by_itself(self, split: BatchSplit) -> Measurement:
+        """The same; later trials are not cut short for being slower than this one."""
+        return self._trial(split, self._pacer.run_rounds)
 
     def measure_whole_steps(self, split: BatchSplit) -> Measurement:
         """Complete optimizer steps of `split`, every micro-batch included: as in training.

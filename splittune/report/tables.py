@@ -135,12 +135,17 @@ def trials_table(
 
 
 def devices_table(
-    trials: Iterable[TrialRecord], *, devices: Sequence[Device] = (), foretold: Foretold | None = None
+    trials: Iterable[TrialRecord],
+    *,
+    devices: Sequence[Device] = (),
+    foretold: Foretold | None = None,
+    nodes: Sequence[str] = (),
 ) -> pd.DataFrame:
     """One row a trial and device, in the order given; what was not measured is an empty cell.
 
     `devices` gives the names and is the hardware's; without it the names are empty cells. `foretold` is what a plan for
-    real cards said of some of the splits.
+    real cards said of some of the splits. `nodes`, the machine of each rank, is given where the trials ran in ranks:
+    two more columns say which.
 
     | column | unit | meaning |
     |---|---|---|
@@ -161,6 +166,8 @@ def devices_table(
     | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes |
     | `busy_s` | s | median time of a micro-step in which the device worked; see below |
     | `outcome` | | the trial's outcome, as in `trials.csv` |
+    | `rank` | | the rank that ran it; in a search over ranks on real cards alone |
+    | `node` | | the name of that rank's machine; likewise |
 
     A real card's `busy_s` is the time from its first kernel to its last, in forward and in
     backward. The gaps between them, in which it waits for the host to launch the next, are among
@@ -168,7 +175,11 @@ def devices_table(
     kernels' own times.
     """
     names, foretold = {device.index: device.name for device in devices}, foretold or Foretold()
-    return frame_of([row for trial in trials for row in _device_rows(trial, names, foretold)], _DEVICES_TYPES)
+    types = _DEVICES_TYPES | {"rank": "Int64", "node": "string"} if nodes else _DEVICES_TYPES
+    rows = [row for trial in trials for row in _device_rows(trial, names, foretold)]
+    if nodes:
+        rows = [row | {"rank": row["device"], "node": nodes[row["device"]]} for row in rows]
+    return frame_of(rows, types)
 
 
 def save_csv(frame: pd.DataFrame, path: str | os.PathLike[str]) -> Path:

@@ -52,6 +52,8 @@ class TuneResult:
     foretold: Foretold | None = None
     """What a plan for these cards said of `best` and `baseline`: modelled, beside what was measured. None where the
     cards are virtual."""
+    nodes: tuple[str, ...] = ()
+    """The machine of each rank, where trials ran in ranks on real cards; else empty."""
 
     @property
     def speedup(self) -> float | None:
@@ -83,7 +85,8 @@ class TuneResult:
     def explanation(self) -> str:
         """The diagnosis in one paragraph; risks, notes and warnings follow."""
         if self.config.strategy == "ddp":
-            return " ".join((*self.facts, describe_model_error(), *self.notes, *self.warnings))
+            error = (describe_model_error(),) if self.config.is_modelled else ()
+            return " ".join((*self.facts, *error, *self.notes, *self.warnings))
         diagnosis = self.diagnosis
         risks = [risk[0].upper() + risk[1:] for risk in risks_of(diagnosis)]
         beside = () if self.foretold is None else (describe_foretold(self.foretold, self.best),)
@@ -100,7 +103,12 @@ class TuneResult:
         self.config.save(Path(folder) / CONFIG_FILE)
         write_atomically(Path(folder) / EXPLANATION_FILE, textwrap.fill(self.explanation, EXPLANATION_WIDTH) + "\n")
         return save_tables(
-            folder, self.trials, self.config.devices, is_modelled=self.config.is_modelled, foretold=self.foretold
+            folder,
+            self.trials,
+            self.config.devices,
+            is_modelled=self.config.is_modelled,
+            foretold=self.foretold,
+            nodes=self.nodes,
         )
 
 
@@ -111,9 +119,10 @@ def save_tables(
     *,
     is_modelled: bool,
     foretold: Foretold | None = None,
+    nodes: Sequence[str] = (),
 ) -> Path:
     """Write ``trials.csv`` and ``devices.csv``: those of a search that was interrupted, too."""
     trials = list(trials)
     save_csv(trials_table(trials, is_modelled=is_modelled, foretold=foretold), Path(folder) / TRIALS_FILE)
-    save_csv(devices_table(trials, devices=devices, foretold=foretold), Path(folder) / DEVICES_FILE)
+    save_csv(devices_table(trials, devices=devices, foretold=foretold, nodes=nodes), Path(folder) / DEVICES_FILE)
     return Path(folder)

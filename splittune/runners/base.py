@@ -74,6 +74,8 @@ class JobFacts:
     """What would make it faster."""
     no_replica_loss: str | None = None
     """Why the loss cannot be placed in the replicas, though either placement was asked for; None where it can."""
+    nodes: tuple[str, ...] = ()
+    """The machine of each rank; empty where one process runs the job."""
 
     @classmethod
     def of(cls, task: TrainingTask, samples: SampleBatch, hardware: DeviceView) -> JobFacts:
@@ -100,7 +102,7 @@ class JobFacts:
         cards = dict(data["cards"])
         cards["devices"] = tuple(Device(**device) for device in cards["devices"])
         cards["memory_before"] = tuple(DeviceMemory(**memory) for memory in cards["memory_before"])
-        return cls(**{**data, "cards": DeviceSnapshot(**cards)})
+        return cls(**{**data, "cards": DeviceSnapshot(**cards), "nodes": tuple(data.get("nodes", ()))})
 
 
 class SplitProfiler(Protocol):

@@ -67,13 +67,18 @@ class InProcessRunner:
         assert self._samples is not None, "open() did not fail"
         return self._samples
 
-    def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> Profiler:
+    @property
+    def kept(self) -> Snapshot:
+        """The job as it was found, once it is open."""
         assert self._snapshot is not None, "open() comes first"
+        return self._snapshot
+
+    def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> Profiler:
         return Profiler(
             self._task,
             self._hardware,
             self.samples,
-            self._snapshot,
+            self.kept,
             min_headroom_bytes=min_headroom_bytes,
             loss_placement=loss_placement,
         )

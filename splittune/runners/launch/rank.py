@@ -15,8 +15,8 @@ import torch.distributed as dist
 from splittune.cards import kind_of_cards
 from splittune.errors import ConfigError
 from splittune.runners.launch.place import Place
-from splittune.runners.ranks.crew import Member, Order
-from splittune.runners.ranks.orders import Answer
+from splittune.runners.ranks.crew import Member
+from splittune.runners.ranks.orders import Answer, Order, WholeSteps
 from splittune.runners.worker.main import end_with
 
 # Seconds that ranks may arrive apart: the slowest reads its model and its data. As for a worker, a limit for what would
@@ -77,7 +77,8 @@ class Bounded:
         self._member, self._limit_s = member, limit_s
 
     def obey(self, order: Order) -> Answer:
-        with at_most(self._limit_s):
+        num_limits = order.split.accumulation_steps if isinstance(order, WholeSteps) else 1
+        with at_most(self._limit_s * num_limits):
             return self._member.obey(order)
 
     def close(self) -> None:

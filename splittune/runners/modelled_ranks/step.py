@@ -73,10 +73,9 @@ class RankTrials:
     def _timed(self, split: BatchSplit, runs: Sequence[Measurement]) -> Measurement:
         """The times of a step of ranks that do what these runs of one card each did."""
         steps, first_s = split.accumulation_steps, self.ring.broadcast_s(self.cards.buffer_bytes)
-        micro_steps_s = [run.micro_step_time_s or 0.0 for run in runs]
-        last = [LastMicroStep(start_s=first_s + (steps - 1) * one, duration_s=one) for one in micro_steps_s]
-        synced_s = all_reduce_end_s(self.cards.buckets, self.ring, last)
-        slowest_s, update_s = max(micro_steps_s), max(run.update_time_s or 0.0 for run in runs)
+        synced_s = synchronised_s(split, runs, self.ring, self.cards.buckets, first_s)
+        slowest_s = max(run.micro_step_time_s or 0.0 for run in runs)
+        update_s = max(run.update_time_s or 0.0 for run in runs)
         return Measurement(
             split=split,
             outcome=Outcome.OK,
@@ -110,6 +109,15 @@ class RankTrials:
         return links, buckets
 
 
+def synchronised_s(
+    split: BatchSplit, runs: Sequence[Measurement], ring: Ring, buckets: Sequence[int], first_s: float = 0.0
+) -> float:
+    """Seconds of a step until all ranks have the sum of the gradients; its first forwards begin at `first_s`."""
+    steps, micro_steps_s = split.accumulation_steps, [run.micro_step_time_s or 0.0 for run in runs]
+    last = [LastMicroStep(start_s=first_s + (steps - 1) * one, duration_s=one) for one in micro_steps_s]
+    return all_reduce_end_s(buckets, ring, last)
+
+
 def put_together(
     split: BatchSplit, each: Sequence[Measurement], timed: Callable[[BatchSplit, Sequence[Measurement]], Measurement]
 ) -> Measurement:
@@ -126,7 +134,9 @@ def put_together(
         timed(split, each),
         outcome=Outcome.OK if lacking is None else Outcome.NO_HEADROOM,
         memory=tuple(replace(run.memory[0], device=device) for device, run in enumerate(each)),
-        device_busy_s=tuple(run.device_busy_s[0] if run.device_busy_s else 0.0 for run in each),
+        device_busy_s=tuple(run.device_busy_s[0] if run.device_busy_s else 0.0 for run in each)
+        if any(run.device_busy_s for run in each)
+        else None,
         message="" if lacking is None else _named(each[lacking].message, lacking),
     )
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from splittune.errors import RanksError
+from splittune.ranks.agreement import named
 from splittune.runners.ranks.control import ControlGroup
-from splittune.runners.ranks.orders import Answer, End, Probe
+from splittune.runners.ranks.orders import Answer, End, Order
 from splittune.runners.worker.errors import describe_error, rebuild_error
-
-Order = Probe
 
 
 class Member(Protocol):
-    """What a rank does of an order, with its own card; no collective in it."""
+    """What a rank does of an order, with its own card; a probe has no collective in it."""
 
     def obey(self, order: Order) -> Answer: ...
 
@@ -36,13 +36,19 @@ class Crew:
         An exception of the user's on some rank is raised here: the one of this rank itself, or one like it.
 
         Raises:
-            RanksError: a rank was lost.
+            RanksError: a rank was lost, or synchronised steps cannot be gone on with.
         """
         self._control.broadcast(order)
         answers = self._control.gather(self._own.obey(order))
         for answer in answers:
             if answer.error is not None:
                 raise self._own.raised or rebuild_error(answer.error)
+        lost = [rank for rank, answer in enumerate(answers) if answer.lost]
+        if lost:
+            raise RanksError(
+                f"a synchronised step ended on {named(lost)} of {len(answers)}: {answers[lost[0]].lost}. Its group is "
+                "given up. Start the ranks again: with a storage the search goes on, and leaves this split alone."
+            )
         return answers
 
     def dismiss(self, *, result: Any = None, error: BaseException | None = None) -> None:

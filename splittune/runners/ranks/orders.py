@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from splittune.profiling.measurement import Measurement
+from splittune.split import BatchSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +30,30 @@ class Probe:
         """What tells it from other orders, in JSON types."""
         return asdict(self)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeSteps:
+    """All ranks run synchronised steps of DistributedDataParallel, each with its share."""
+
+    split: BatchSplit
+
     @property
-    def words(self) -> str:
-        shares = "+".join("-" if share is None else f"{share}" for share in self.shares)
-        return f"{self.accumulation_steps} x ({shares})"
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other orders, in JSON types."""
+        return {"whole_steps": asdict(self.split)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """All ranks make the group of synchronised steps, and time its all-reduce."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other orders, in JSON types."""
+        return {"connect": True}
+
+
+Order = Connect | Probe | WholeSteps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,5 +73,9 @@ class Answer:
     needs_values: str | None = None
     """Why its trials run on real tensors."""
     scripts_hold: bool = True
+    all_reduce_s: float | None = None
+    """Seconds of an all-reduce of all gradients, where that was asked for."""
+    lost: str = ""
+    """Why its synchronised steps cannot be gone on with; empty mostly."""
     error: Mapping[str, Any] | None = None
     """What was raised: an exception of the user's, say; None where a trial failed in a way that the search knows."""

@@ -15,7 +15,7 @@ from splittune.runners.modelled_ranks.one_card import OneCardTrials
 from splittune.runners.ranks.crew import Crew
 from splittune.runners.ranks.journal import TrialJournal
 from splittune.runners.ranks.memo import AnswerMemo
-from splittune.runners.ranks.orders import Answer, Probe
+from splittune.runners.ranks.orders import Answer, Order, Probe
 from splittune.split import BatchSplit
 from splittune.training import TrainingTask
 
@@ -30,7 +30,7 @@ class OwnCard:
     def __init__(self, task: TrainingTask, hardware: VirtualHardware, rank: int) -> None:
         """`hardware` has the cards of all ranks; rank r takes card r."""
         own = VirtualHardware([hardware.gpus[rank]], occupied_bytes=[hardware.occupied_bytes[rank]])
-        self.rank, self.cards = rank, OneCardTrials(task, own)
+        self.rank, self.task, self.cards = rank, task, OneCardTrials(task, own)
         self._hardware, self._is_open = own, False
         (self._kind,) = kinds_of(own, [0])
 
@@ -45,7 +45,8 @@ class OwnCard:
             self._is_open = False
             self.cards.close()
 
-    def obey(self, order: Probe) -> Answer:
+    def obey(self, order: Order) -> Answer:
+        assert isinstance(order, Probe), "a modelled clock has no other steps"
         if not order.scripts_hold:
             self.cards.forget_scripts()
         share, measured = order.shares[self.rank], None

@@ -1,0 +1,147 @@
+"""The CPU as a rank's real card: a clock that runs, and memory by a formula that a test gives."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from splittune import TuneResult, autotune
+from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
+from splittune.parallel import BalancedDataParallel
+from splittune.split import BatchSplit
+
+BASE_BYTES, SAMPLE_BYTES, TOTAL_BYTES = 100_000, 10_000, 1_000_000
+
+
+class HostHardware:
+    """One 'card' of 1 MB that takes 100 kB, and 10 kB for each sample that its layer is given; more is out of memory.
+
+    `slow_s` is slept for each sample, so that a rank's share decides its time.
+    """
+
+    is_modelled = False
+    spec = None
+
+    def __init__(self, rank: int, *, slow_s: float = 0.0, total_bytes: int = TOTAL_BYTES) -> None:
+        self.devices = (
+            Device(index=0, name=f"host{rank}", torch_device="cpu", total_bytes=total_bytes, uuid=f"GPU-{rank}"),
+        )
+        self.slow_s, self._most = slow_s, 0
+
+    def took(self, num_samples: int) -> None:
+        """What the model tells of each forward."""
+        self._most = max(self._most, num_samples)
+        if BASE_BYTES + SAMPLE_BYTES * num_samples > self.devices[0].total_bytes:
+            raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 1 MB")
+        time.sleep(self.slow_s * num_samples)
+
+    def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
+        return BalancedDataParallel(module=model, shard_sizes=split.shard_sizes, device_ids=["cpu"])
+
+    @contextmanager
+    def metered(self) -> Iterator[None]:
+        yield
+
+    def adopt(self, module: nn.Module) -> None: ...
+
+    def prepare_optimizer(self, optimizer: optim.Optimizer) -> None: ...
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def busy_s(self) -> tuple[float, ...] | None:
+        return None
+
+    def reset_peaks(self) -> None:
+        self._most = 0
+
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        peak = BASE_BYTES + SAMPLE_BYTES * self._most
+        total = self.devices[0].total_bytes
+        return (
+            DeviceMemory(
+                device=0, total_bytes=total, outside_bytes=0, peak_allocated_bytes=peak, peak_reserved_bytes=peak
+            ),
+        )
+
+    def allocated_bytes(self) -> tuple[int, ...]:
+        return (0,)
+
+    def free_bytes(self) -> tuple[int, ...] | None:
+        return None
+
+    def num_alloc_retries(self) -> tuple[int, ...]:
+        return (0,)
+
+    def conditions(self) -> tuple[DeviceConditions, ...] | None:
+        return None
+
+    def locate(self, error: BaseException) -> int | None:
+        return 0
+
+    def recover(self, *, thoroughly: bool = False) -> None:
+        gc.collect()
+
+
+class Telling(nn.Module):
+    """Tells its card of every batch; in synchronised steps it may run out of memory, or raise, on one rank."""
+
+    def __init__(self, card: HostHardware, fault: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 16)
+        self.card, self.fault = [card], fault
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.card[0].took(len(x))
+        output: torch.Tensor = self.layer(x)
+        if self.fault and _is_synchronised():
+            if self.fault == "out of memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 1 MB")
+            raise LookupError("the user's own")
+        return output
+
+
+def _is_synchronised() -> bool:
+    frame: Any = __import__("sys")._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run_whole_steps":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def tuned_on_hosts(
+    group: dist.ProcessGroup | None, slow_s: tuple[float, ...], options: dict[str, Any], faults: tuple[str, ...] = ()
+) -> tuple[TuneResult | None, str, str, bool]:
+    """The result on this rank, or the error's type and words; and whether the job is as it was found."""
+    from splittune import collective
+    from splittune.profiling import pacing
+
+    rank = dist.get_rank()
+    card = HostHardware(rank, slow_s=slow_s[rank])
+    fault = faults[rank] if faults else ""
+    kept = collective.card_of_rank, pacing.FIRST_WARM_UP_S
+    collective.card_of_rank, pacing.FIRST_WARM_UP_S = lambda devices: card, 0.0  # type: ignore[assignment,return-value]
+    model = Telling(card, fault)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result, kind, words = None, "", ""
+    try:
+        result = autotune(
+            model, [(torch.randn(24, 16), torch.randn(24, 16))], strategy="ddp", progress=False, **options
+        )
+    except Exception as error:  # noqa: BLE001  whatever it is, is told
+        kind, words = type(error).__name__, str(error)
+    finally:
+        collective.card_of_rank, pacing.FIRST_WARM_UP_S = kept
+    is_as_found = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return result, kind, words, is_as_found and total.item() == dist.get_world_size()
