@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -21,7 +22,7 @@ from splittune.cli.console import (
     sigterm_as_exit,
 )
 from splittune.cli.options import JobArgument, OutOption, QuietOption, StrategyOption, VerboseOption
-from splittune.cli.ranks import as_rank, check_strategy, launch_this
+from splittune.cli.ranks import LIMIT_NAME, as_rank, check_strategy, launch_this
 from splittune.collective import tune_together
 from splittune.config.files import check_writable
 from splittune.hardware import resolve_hardware
@@ -42,7 +43,7 @@ from splittune.runners.base import DeviceView, Runner
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.launch.attempts import Attempts, NotingJournal
 from splittune.runners.launch.place import Place, place_of, refuse_nested
-from splittune.runners.launch.rank import ARRIVAL_S, GRACE_S
+from splittune.runners.launch.rank import ARRIVAL_S, GRACE_S, at_most
 from splittune.runners.ranks.journal import TrialJournal
 from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunner
 from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
@@ -51,6 +52,8 @@ from splittune.training import TrainingTask
 from splittune.training.load_task import load_task
 from splittune.tuner import TuneCallback
 from splittune.tuner import tune as run_search
+
+logger = logging.getLogger(__name__)
 
 Isolation = Literal["auto", "process", "none"]
 
@@ -132,7 +135,9 @@ def tune(
         with as_rank(place, on_cards=names_cuda_devices(devices), trial_timeout_s=trial_timeout_s):
             search = _search_as_rank(place, make_task, devices, options, trial_timeout_s, out)
             if place.is_first:
-                _show_end(tune_and_save(search, out, quiet=quiet, verbose=verbose), out, verbose=verbose)
+                saving = at_most(trial_timeout_s)  # a disk that hangs holds up the launch as a trial does
+                result = tune_and_save(search, out, quiet=quiet, verbose=verbose, while_saving=saving)
+                _show_end(result, out, verbose=verbose)
             else:
                 search(SilentCallback())
         return
@@ -165,8 +170,9 @@ def tune_and_save(
     quiet: bool,
     verbose: bool,
     log_level: int = logging.INFO,
+    while_saving: AbstractContextManager[None] | None = None,
 ) -> TuneResult:
-    """Search and write the files; log from `log_level` up, if not `quiet`.
+    """Search and write the files, `while_saving` entered for the latter; log from `log_level` up, if not `quiet`.
 
     When it ends early, by Ctrl-C say, the finished trials are written all the same.
     """
@@ -183,7 +189,8 @@ def tune_and_save(
             say("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         raise
-    result.save(out)
+    with while_saving or nullcontext():
+        result.save(out)
     return result
 
 
@@ -200,7 +207,10 @@ def _search_as_rank(
     if place.folder is not None:
         options = dataclasses.replace(options, storage=options.storage or str(place.folder / "trials"))
         if place.is_first:
-            journal = NotingJournal(f"{options.storage}.trial", Attempts(place.folder))
+            attempts = Attempts(place.folder)
+            journal = NotingJournal(f"{options.storage}.trial", attempts)
+            if place.num_starts:
+                logger.warning("The ranks were started again: %s.", attempts.last_end(LIMIT_NAME))
     return partial(
         tune_together,
         make_task,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from splittune.cards import kind_of_cards
 from splittune.errors import ConfigError
+from splittune.runners.launch.attempts import EXIT_TOO_LONG
 from splittune.runners.launch.place import Place
 from splittune.runners.ranks.crew import Member
 from splittune.runners.ranks.orders import Answer, Order, WholeSteps
@@ -25,6 +27,9 @@ ARRIVAL_S = 1800.0
 # Seconds beyond a trial's limit after which a collective gives up: by then the rank that hangs was ended, and said what
 # it was doing. A choice.
 GRACE_S = 30.0
+# Seconds until a process that holds Python's lock is ended all the same. A choice: enough for a thread to get the lock
+# where others only use it much.
+LOCK_GRACE_S = 3.0
 
 
 @contextmanager
@@ -58,13 +63,23 @@ def joined(place: Place, *, on_cards: bool, collective_timeout_s: float) -> Iter
 def at_most(limit_s: float) -> Iterator[None]:
     """Meanwhile this process is ended if it takes longer than `limit_s`, and shows what each thread is doing.
 
-    It is looked after by a thread that needs nothing of Python: code that never gives back its lock is ended too.
+    Code that never gives back Python's lock is ended a few seconds later, by a thread that does without: it shows the
+    stacks as well, but may crash where they change meanwhile.
     """
-    faulthandler.dump_traceback_later(limit_s, exit=True)
+    timer = threading.Timer(limit_s, _end_of_patience)
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(limit_s + LOCK_GRACE_S, exit=True)
     try:
         yield
     finally:
+        timer.cancel()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _end_of_patience() -> None:
+    faulthandler.dump_traceback(all_threads=True)
+    end_now(EXIT_TOO_LONG)
 
 
 class Bounded:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -28,7 +28,9 @@ from splittune.runners.launch.place import FOLDER_VARIABLE, LAUNCHER_VARIABLE
 from tests.processes import DEADLINE_S
 
 _FACTORY = multiprocessing.get_context("forkserver")
-_FACTORY.set_forkserver_preload(["torch", "torch.distributed", "splittune.cli", "splittune.collective"])
+_FACTORY.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "splittune.cli", "splittune.collective"]
+)
 MAX_STARTS = 6
 
 
@@ -45,8 +47,21 @@ class Launched:
     """What all ranks printed."""
 
 
-def launch(arguments: Sequence[str], folder: Path, *, num_ranks: int = 2, environment: Any = ()) -> Launched:
-    """``splittune`` with these arguments on ranks that run in `folder`, started again where one of them ends."""
+def _nothing() -> None: ...
+
+
+def launch(
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    num_ranks: int = 2,
+    environment: Mapping[str, str] | None = None,
+    prepare: Callable[[], None] = _nothing,
+) -> Launched:
+    """``splittune`` with these arguments on ranks that run in `folder`, started again where one of them ends.
+
+    Each calls `prepare` first, a function of a module.
+    """
     kept = folder / "launch"
     kept.mkdir()
     attempts, launched = Attempts(kept), Launched(None)
@@ -60,10 +75,10 @@ def launch(arguments: Sequence[str], folder: Path, *, num_ranks: int = 2, enviro
             "TORCHELASTIC_RESTART_COUNT": f"{start}",
             "GLOO_SOCKET_IFNAME": "lo",
             FOLDER_VARIABLE: str(kept),
-            **dict(environment),
+            **(environment or {}),
         }
         ranks = [
-            _FACTORY.Process(target=_run, args=(list(arguments), str(folder), given | {"RANK": f"{rank}"}))
+            _FACTORY.Process(target=_run, args=(list(arguments), str(folder), prepare, given | {"RANK": f"{rank}"}))
             for rank in range(num_ranks)
         ]
         for rank in ranks:
@@ -106,7 +121,7 @@ def _end(ranks: Sequence[Any]) -> None:
         rank.join()
 
 
-def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+def _run(arguments: list[str], folder: str, prepare: Callable[[], None], environment: dict[str, str]) -> None:
     """The rank's process."""
     log = os.open(Path(folder) / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -118,4 +133,5 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> None
     torch.set_num_threads(1)
     from splittune.cli import main
 
+    prepare()
     main()
