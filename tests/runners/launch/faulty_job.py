@@ -115,7 +115,7 @@ def prepare() -> None:
     rank = int(os.environ["RANK"])
     FAULT, CARD = Fault(), HostHardware(rank, slow_s=1e-4 * (1 + rank))
     collective.card_of_rank = lambda _: CARD  # type: ignore[assignment,return-value]
-    pacing.FIRST_WARM_UP_S = 0.0
+    pacing.FIRST_WARM_UP_S = pacing.WARM_UP_LIMIT_S = pacing.TRIAL_BUDGET_S = 0.0
     sys.modules["splittune.cli.tune"].GRACE_S = 1.0  # type: ignore[attr-defined]
     before(OwnRealCard, "obey", note_order)
     before(ControlGroup, "gather", lambda *_: FAULT.at("agreement"))

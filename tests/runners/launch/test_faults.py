@@ -1,4 +1,4 @@
-"""Whatever happens to one rank, and wherever: all end alike in bounded time, no finished trial is lost, nobody stays."""
+"""Whatever happens to one rank, and wherever: all end alike in bounded time, and no finished trial is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 8
 """For a trial: a hang is ended after it, and one in the agreement a second later."""
 
 
-def tune(folder: Path, fault: str, *options: str) -> Launched:
+def tune(folder: Path, fault: str) -> Launched:
     (folder / "job.py").write_text(JOB)
     arguments = [
         "tune",
