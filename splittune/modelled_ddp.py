@@ -34,9 +34,9 @@ def virtual_cards(devices: Devices, strategy: StrategyChoice) -> VirtualHardware
     hardware = resolve_hardware(devices, max_devices=MAX_RANKS if strategy == "ddp" else MAX_DEVICES)
     if not isinstance(hardware, VirtualHardware):
         raise ConfigError(
-            f'strategy is "{strategy}" on real cards: tuning inside a distributed job is not there yet. Foretell it '
-            f'with plan(task, "4xRTX3090", strategy="{strategy}"), for virtual cards of the same kinds, and train '
-            "under the config that is planned."
+            f'strategy is "{strategy}" on real cards, in one process: expected a process for each card. Start them, as '
+            'with torchrun, and call autotune(..., strategy="ddp") on every rank of their process group. To foretell '
+            f'it without cards, plan(task, "4xRTX3090", strategy="{strategy}").'
         )
     return hardware
 

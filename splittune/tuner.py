@@ -120,9 +120,10 @@ def autotune(
             loss_fn)``; "either" searches both, half the trials each, and the config says which won.
         shares: "gpu0" searches GPU 0's share and spreads the rest evenly, "each" every card's own;
             "auto" takes the first where the other cards are alike, the second where they are not.
-        strategy: "dp" for one process with a replica on each card; on virtual cards also "ddp", a rank of
-            DistributedDataParallel for each, or "either", the faster of both. Real cards are not tuned in ranks yet:
-            `plan` foretells it.
+        strategy: "dp" for one process with a replica on each card; "ddp" for a rank of DistributedDataParallel for
+            each. Called on every rank of a process group, with "ddp", it is a collective: each rank measures its own
+            card, the real one of its LOCAL_RANK or its place among virtual ones, and all have the same result. In one
+            process, on virtual cards, "ddp" models the ranks, and "either" gives the faster of both.
         sampler: "guided" by models of memory and time, which provokes no OOM that they can foresee;
             "tpe", "gp", "random" and "grid" are there to compare.
         seed: for samplers that draw.
@@ -130,13 +131,15 @@ def autotune(
             the job anew: one that is killed, aborts or hangs is a crashed trial, and the search
             goes on. This process then touches no device.
         trial_timeout_s: seconds after which a trial in a process of its own counts as hung; those
-            in whole steps may take as many times that as they accumulate.
+            in whole steps may take as many times that as they accumulate. On ranks, for how long any of them waits for
+            the others at most.
         progress: show what is being measured.
 
     Raises:
         NoFeasibleSplitError: nothing fits; the message says which device lacked how much.
         ConfigError, DeviceError: the job or the devices cannot be used.
         WorkerError: the process that runs the trials could not be kept alive.
+        RanksError: a rank was lost, or has not come in time.
     """
     parts: dict[str, Any] = {
         "loader": loader,
@@ -172,7 +175,7 @@ def autotune(
 
         if is_collective():
             callback = callback_for(progress and is_leader())
-            result = tune_together(make_task, devices, options, callback, strategy=strategy)
+            result = tune_together(make_task, devices, options, callback, strategy=strategy, wait_s=trial_timeout_s)
             if not is_leader():  # the notes are said once
                 return result
         else:

@@ -52,6 +52,7 @@ SLOW = (
     "tests/search/test_study.py",
     "tests/search/test_attempts.py::test_nothing_that_fits_is_ever_ruled_out",
     "tests/standin/",
+    "tests/test_collective.py",
     "tests/test_fakes.py::test_every_operator_gives_again_what_it_gave",
     "tests/test_loss_placement.py",
     "tests/test_modelled_ddp.py",

@@ -75,9 +75,9 @@ def test_what_cannot_be_used_is_refused(options: dict[str, Any], error: type[Exc
         autotune(task.model, task.loader, **given | options)
 
 
-def test_real_cards_are_told_what_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what foretells it."""
+def test_real_cards_want_a_process_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process is told how to start them."""
     monkeypatch.setattr("splittune.modelled_ddp.resolve_hardware", lambda *_, **__: object())
     task = job()
-    with pytest.raises(ConfigError, match=r"tuning inside a distributed job is not there yet. Foretell it with plan\("):
+    with pytest.raises(ConfigError, match=r"expected a process for each card\. Start them, as with torchrun"):
         autotune(task.model, task.loader, strategy="ddp", devices="cuda:0,cuda:1", progress=False)

@@ -144,8 +144,8 @@ def devices_table(
     """One row a trial and device, in the order given; what was not measured is an empty cell.
 
     `devices` gives the names and is the hardware's; without it the names are empty cells. `foretold` is what a plan for
-    real cards said of some of the splits. `nodes`, the machine of each rank, is given where the trials ran in ranks:
-    two more columns say which.
+    real cards said of some of the splits. `nodes` are the machines of ranks, where the trials ran in
+    those on real cards. Two columns are added then: `rank`, which had the device, and `node`, its machine's name.
 
     | column | unit | meaning |
     |---|---|---|
@@ -166,8 +166,6 @@ def devices_table(
     | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes |
     | `busy_s` | s | median time of a micro-step in which the device worked; see below |
     | `outcome` | | the trial's outcome, as in `trials.csv` |
-    | `rank` | | the rank that ran it; in a search over ranks on real cards alone |
-    | `node` | | the name of that rank's machine; likewise |
 
     A real card's `busy_s` is the time from its first kernel to its last, in forward and in
     backward. The gaps between them, in which it waits for the host to launch the next, are among

@@ -54,8 +54,7 @@ class Pool:
         `group` is None where all ranks take part, for that is the default group.
         """
         taking_part = self._connections[: len(args)]
-        for connection, each in zip(taking_part, args, strict=True):
-            connection.send((case, len(args), each))
+        self.start(case, args)
         answers = {}
         waiting = {connection: rank for rank, connection in enumerate(taking_part)}
         while waiting:
@@ -67,6 +66,18 @@ class Pool:
                 assert isinstance(connection, Connection)
                 answers[waiting.pop(connection)] = connection.recv()
         return [answers[rank] for rank in range(len(args))]
+
+    def start(self, case: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> None:
+        """Begin with ``case(group, *args[rank])`` on each of the first ranks; `answer_of` has what comes of it."""
+        for connection, each in zip(self._connections, args, strict=False):
+            connection.send((case, len(args), each))
+
+    def answer_of(self, rank: int) -> Any:
+        """What one rank gives: for where others may not live to give anything."""
+        if not self._connections[rank].poll(DEADLINE_S):
+            self.kill()
+            raise TimeoutError(f"no answer of rank {rank} within {DEADLINE_S} s")
+        return self._connections[rank].recv()
 
     def kill(self) -> None:
         for process in self._processes:

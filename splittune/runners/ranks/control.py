@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -66,10 +67,12 @@ class _Lost:
         if isinstance(error, RuntimeError):  # gloo's own is one, DistBackendError's and DistStoreError's base too
             self._control.is_broken = True
             raise RanksError(
-                f"a rank was lost, or has not come within {self._control.wait_s:g} s ({_first_line(error)}). Expected "
+                f"a rank was lost, or has not come within {self._control.wait_s:g} s ({first_line(error)}). Expected "
                 f"all {self._control.num_ranks} to take part in every trial. Look for an earlier error on the others."
             ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; of gloo's without the place in its source."""
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return re.sub(r"^\[\S+:\d+\] ", "", line)

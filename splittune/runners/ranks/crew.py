@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from splittune.errors import RanksError
-from splittune.ranks.agreement import named
 from splittune.runners.ranks.control import ControlGroup
 from splittune.runners.ranks.orders import Answer, End, Order
 from splittune.runners.worker.errors import describe_error, rebuild_error
@@ -43,11 +42,11 @@ class Crew:
         for answer in answers:
             if answer.error is not None:
                 raise self._own.raised or rebuild_error(answer.error)
-        lost = [rank for rank, answer in enumerate(answers) if answer.lost]
+        lost = [f"rank {rank}, {answer.lost}" for rank, answer in enumerate(answers) if answer.lost]
         if lost:
             raise RanksError(
-                f"a synchronised step ended on {named(lost)} of {len(answers)}: {answers[lost[0]].lost}. Its group is "
-                "given up. Start the ranks again: with a storage the search goes on, and leaves this split alone."
+                f"a synchronised step could not be finished: {'; '.join(lost)}. Its group is given up. Start the ranks "
+                "again: with a storage the search goes on, and leaves this split alone."
             )
         return answers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from statistics import median
@@ -19,6 +20,7 @@ from splittune.profiling.profiler import Profiler
 from splittune.ranks.module import DistributedSplit
 from splittune.runners.base import JobFacts
 from splittune.runners.in_process import InProcessRunner, free_leftovers
+from splittune.runners.ranks.control import first_line
 from splittune.runners.ranks.orders import Answer, Connect, Order, Probe
 from splittune.runners.ranks.step import RankStep, run_whole_steps
 from splittune.split import BatchSplit
@@ -122,13 +124,17 @@ class OwnRealCard:
         except RuntimeError as error:
             is_usable = not is_sticky(error)
             if is_out_of_memory(error, self.hardware.free_bytes):
-                answer = Answer(lost=f"out of memory, though it fitted by itself: {_first_line(error)}")
+                answer = Answer(lost=f"out of memory, though it fitted by itself: {first_line(error)}")
             elif _is_of_a_group(error):
-                answer = Answer(lost=_first_line(error))
+                answer = Answer(lost=first_line(error))
             else:
+                traceback.clear_frames(error.__traceback__)
                 raise
+        except Exception as error:
+            # the frames of its step hold the group, in which the others wait for this rank
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
-            # no frame of a failed step is left, so neither its tensors nor its group are held any more
             if is_usable:
                 free_leftovers(self.hardware)
             if answer.measurement is None:
@@ -162,7 +168,3 @@ class OwnRealCard:
 def _is_of_a_group(error: RuntimeError) -> bool:
     """Whether a collective could not be finished; gloo raises a plain RuntimeError that names a file of its own."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
