@@ -19,23 +19,14 @@ Tried = Callable[[str, str, str, str], None]
 PLACES = ("forward", "backward", "update", "agreement", "synchronised step")
 CHECKED = "ranks alike, no finished trial lost, no process left, the config was measured"
 TRIAL_LINE = re.compile(r"^ +0  12 x \(1\+1\) .*$", re.MULTILINE)
-LIMIT_S = 8
+LIMIT_S = 6
 """For a trial: a hang is ended after it, and one in the agreement a second later."""
 
 
 def tune(folder: Path, fault: str) -> Launched:
     (folder / "job.py").write_text(JOB)
-    arguments = [
-        "tune",
-        "job.py:make_task",
-        "--strategy",
-        "ddp",
-        "--max-trials",
-        "3",
-        "--trial-timeout-s",
-        f"{LIMIT_S}",
-    ]
-    launched = launch([*arguments, *options], folder, environment={"FAULT": fault}, prepare=prepare)
+    arguments = ["tune", "job.py:make_task", "--strategy", "ddp", "--max-trials", "3", "--trial-timeout-s"]
+    launched = launch([*arguments, f"{LIMIT_S}"], folder, environment={"FAULT": fault}, prepare=prepare)
     assert (folder / "fault").exists(), f"no fault happened: {launched.log}"
     assert not any(is_alive(pid) for pid in launched.pids)
     return launched
