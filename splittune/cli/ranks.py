@@ -16,18 +16,17 @@ from splittune.runners.launch.attempts import Attempts
 from splittune.runners.launch.outcome import is_everybodys, write_verdict
 from splittune.runners.launch.place import Place, place_of
 from splittune.runners.launch.rank import GRACE_S, end_now, joined
-from splittune.runners.worker.runner import MAX_ENDS_IN_A_ROW
 
 LIMIT_NAME = "--trial-timeout-s"
 
 
-def launch_this(num_ranks: int, *, num_trials: int) -> NoReturn:
-    """Run this very command on so many processes, and exit as they do.
+def launch_this(num_ranks: int, *, max_restarts: int) -> NoReturn:
+    """Run this very command on so many processes, started again at most so often, and exit as they do.
 
     Raises:
         WorkerError: they could not be kept alive.
     """
-    code = launch(sys.argv[1:], num_ranks, max_restarts=MAX_ENDS_IN_A_ROW * (num_trials + 1), limit_name=LIMIT_NAME)
+    code = launch(sys.argv[1:], num_ranks, max_restarts=max_restarts, limit_name=LIMIT_NAME)
     raise typer.Exit(code)
 
 
@@ -83,6 +82,12 @@ def leave(error: BaseException, code: int, show: Callable[[], None]) -> NoReturn
     elif place.folder is not None:
         Attempts(place.folder).note_error(place.rank, words)
     end_now(0 if settled and place.folder is not None else code)
+
+
+def leave_with(place: Place, code: int) -> NoReturn:
+    """Exit as all ranks do, which have found the same: with `code`, and no error."""
+    write_verdict(place, code)
+    raise typer.Exit(0 if place.folder is not None else code)
 
 
 def _place() -> Place | None:

@@ -45,7 +45,7 @@ from splittune.runners.launch.attempts import Attempts, NotingJournal
 from splittune.runners.launch.place import Place, place_of, refuse_nested
 from splittune.runners.launch.rank import ARRIVAL_S, GRACE_S, at_most
 from splittune.runners.ranks.journal import TrialJournal
-from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunner
+from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, MAX_ENDS_IN_A_ROW, WorkerRunner
 from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
 from splittune.split import SplitSpace
 from splittune.training import TrainingTask
@@ -145,7 +145,7 @@ def tune(
         runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
         search = partial(run_search, runner, options)
     elif strategy == "ddp" and (isolation == "process" or (isolation == "auto" and names_cuda_devices(devices))):
-        launch_this(num_cards(devices), num_trials=max_trials)
+        launch_this(num_cards(devices), max_restarts=MAX_ENDS_IN_A_ROW * (max_trials + 1))
     else:
         chosen = cast("StrategyChoice", strategy)
         cards = virtual_cards(devices, chosen)

@@ -85,20 +85,11 @@ def trained(config: SplitConfig) -> dict[str, Tensor]:
     return model.unwrap().state_dict()
 
 
-def tune(devices: str, out: str) -> None:
-    sys.argv = [*command(devices, out), "--storage", "kept/trials"]
-    try:
-        main()
-    except SystemExit as ended:
-        if ended.code:
-            raise
-
-
-if __name__ == "__main__":  # under torchrun: tune, train under the config, and go on with the search
-    cards = sys.argv[1]
-    tune(cards, "first")
-    dist.init_process_group("gloo")
-    dist.barrier()
-    torch.save(trained(SplitConfig.load("first/split.json")), f"state{dist.get_rank()}.pt")
+if __name__ == "__main__":  # under torchrun: train under the config, and go on with the search
+    # of the launcher's own store every group needs one of its own: it is the search's
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=rank, world_size=world_size)
+    torch.save(trained(SplitConfig.load("first/split.json")), f"state{rank}.pt")
     dist.destroy_process_group()
-    tune(cards, "again")
+    sys.argv = command(sys.argv[1], "again", "kept/trials")
+    main()

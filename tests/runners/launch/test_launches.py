@@ -91,8 +91,9 @@ def test_two_launches_tune_write_train_and_resume(tmp_path: Path) -> None:
     Torch compares every collective between the ranks meanwhile.
     """
     alone = tune_alone(tmp_path)
-    with started(agents(2, "launched_job.py", FOUR), tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL") as both:
-        assert [process.wait(DEADLINE_S) for process in both] == [0, 0], logs(tmp_path)
+    for line in (["-m", *command(FOUR, "first", "kept/trials")], ["launched_job.py", FOUR]):
+        with started(agents(2, *line), tmp_path, TORCH_DISTRIBUTED_DEBUG="DETAIL") as both:
+            assert [process.wait(DEADLINE_S) for process in both] == [0, 0], logs(tmp_path)
     assert (tmp_path / "first" / "trials.csv").read_text() == alone
     assert (tmp_path / "again" / "trials.csv").read_text() == alone
     kept = (tmp_path / "kept" / "trials").read_text().splitlines()
