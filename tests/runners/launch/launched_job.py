@@ -64,10 +64,11 @@ def waits() -> TrainingTask:
     return make_task("waits")
 
 
-def command(devices: str, out: str) -> list[str]:
+def command(devices: str, out: str, storage: str | None = None) -> list[str]:
     """Of a search over ranks."""
-    fixed = ["splittune", "tune", "launched_job.py:make_task", "--strategy", "ddp", "--max-trials", "4"]
-    return [*fixed, "--devices", devices, "--out", out]
+    kept = [] if storage is None else ["--storage", storage]
+    job = ["splittune", "tune", "launched_job.py:make_task", "--strategy", "ddp", "--max-trials", "4"]
+    return [*job, "--devices", devices, "--out", out, *kept]
 
 
 def trained(config: SplitConfig) -> dict[str, Tensor]:
