@@ -140,7 +140,7 @@ def _prepared(
     except BaseException:
         card.close()
         raise
-    named = f"{devices!r}" if hardware is None else f"{hardware.spec}"
+    named = "real cards" if hardware is None else f"{hardware.spec}"  # of those each rank may name its own
     return _Team(card=card, job=job, hardware=hardware), _facts_of(card.task, job, named, options)
 
 

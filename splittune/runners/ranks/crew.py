@@ -70,7 +70,7 @@ def follow(control: ControlGroup, member: Member) -> Any:
     """
     own = _Own(member)
     try:
-        while not isinstance(order := control.broadcast(), End):
+        while not isinstance(order := own.next_order(control), End):
             control.gather(own.obey(order))
     finally:
         member.close()
@@ -88,7 +88,18 @@ class _Own:
         self.member = member
         self.raised: BaseException | None = None
 
+    def next_order(self, control: ControlGroup) -> Any:
+        try:
+            return control.broadcast()
+        except RanksError:
+            raise
+        except BaseException as error:  # noqa: BLE001  Ctrl-C: the order has come all the same, and wants an answer
+            self.raised = error
+            return control.heard
+
     def obey(self, order: Order) -> Answer:
+        if self.raised is not None:
+            return Answer(error=describe_error(self.raised))
         try:
             return self.member.obey(order)
         except BaseException as error:  # noqa: BLE001  Ctrl-C too: the others must not wait for this rank

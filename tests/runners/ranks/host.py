@@ -1,4 +1,4 @@
-"""The CPU as a rank's real card: a clock that runs, and memory by a formula that a test gives."""
+"""The CPU as a rank's real card, with a scripted clock, and memory by the samples that its model is given."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
 from splittune.parallel import BalancedDataParallel
 from splittune.split import BatchSplit
 
+FORWARD_S, READING_S = 1e-3, 1e-5
 BASE_BYTES, SAMPLE_BYTES, TOTAL_BYTES = 100_000, 10_000, 1_000_000
 
 
 class HostHardware:
     """One 'card' of 1 MB that takes 100 kB, and 10 kB for each sample that its layer is given; more is out of memory.
 
-    `slow_s` is slept for each sample, so that a rank's share decides its time.
+    Its clock is scripted: a millisecond for each forward, and `slow_s` for each of its samples.
     """
 
     is_modelled = False
@@ -43,14 +44,14 @@ class HostHardware:
                 uuid="GPU-0" if is_shared else f"GPU-{rank}",
             ),
         )
-        self.slow_s, self._most = slow_s, 0
+        self.slow_s, self._most, self._now_s = slow_s, 0, 0.0
 
     def took(self, num_samples: int) -> None:
         """What the model tells of each forward."""
         self._most = max(self._most, num_samples)
         if BASE_BYTES + SAMPLE_BYTES * num_samples > self.devices[0].total_bytes:
             raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 1 MB")
-        time.sleep(self.slow_s * num_samples)
+        self._now_s += FORWARD_S + self.slow_s * num_samples
 
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         return BalancedDataParallel(module=model, shard_sizes=split.shard_sizes, device_ids=["cpu"])
@@ -64,7 +65,8 @@ class HostHardware:
     def prepare_optimizer(self, optimizer: optim.Optimizer) -> None: ...
 
     def clock(self) -> float:
-        return time.perf_counter()
+        self._now_s += READING_S
+        return self._now_s
 
     def busy_s(self) -> tuple[float, ...] | None:
         return None
@@ -139,8 +141,7 @@ def tuned_on_hosts(
     fault = faults[rank] if faults else ""
     patch = pytest.MonkeyPatch()
     patch.setattr(collective, "card_of_rank", lambda devices: card)
-    for name, value in {"FIRST_WARM_UP_S": 0.0, "WARM_UP_LIMIT_S": 0.05, "MAX_ROUNDS": 3}.items():
-        patch.setattr(pacing, name, value)  # a busy machine never settles
+    patch.setattr(pacing, "FIRST_WARM_UP_S", 0.0)
     model = Telling(card, fault)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result, kind, words = None, "", ""

@@ -18,14 +18,14 @@ OPTIONS: dict[str, Any] = {"global_batch_size": 96, "max_trials": 5}
 
 def test_the_slower_card_gets_the_smaller_share(pool: Pool, tmp_path: Path) -> None:
     """All ranks have the result; it was measured in synchronised steps, says who is slowest, and on which machine."""
-    found = pool.run(tuned_on_hosts, SPEEDS, OPTIONS)
+    found = pool.run(tuned_on_hosts, SPEEDS, OPTIONS | {"max_trials": 8})
     assert [(words, is_as_found) for _, _, words, is_as_found in found] == [("", True)] * 2
     first, second = (result for result, *_ in found)
     assert first is not None
     assert first == second
     assert first.config.strategy == "ddp"
     assert not first.config.is_modelled
-    assert first.best.split.shard_sizes[0] > first.best.split.shard_sizes[1]
+    assert first.best.split.shard_sizes == (72, 24)  # three times as slow, a third as much
     assert len(first.best.whole_step_times_s) == 5
     assert re.search(r"The slowest rank is [01], host[01] on \S+: its micro-steps take", first.explanation)
     assert "The all-reduce of" in first.explanation
