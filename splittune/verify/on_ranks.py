@@ -83,9 +83,8 @@ def verify_on_ranks(
     try:
         runner.snapshot()
         torch.manual_seed(config.seed)  # what a loader draws of it is then the same on all
-        group = dist.new_group(timeout=timedelta(seconds=wait_s))
         rehearsal = RankRehearsal(config, task, hardware, callback or SilentCallback())
-        said = rehearsal.run_on_rank(num_steps, group, devices)
+        said = rehearsal.run_on_rank(num_steps, devices, wait_s)
         found = control.gather(said)
     finally:
         runner.close()
@@ -111,13 +110,14 @@ class Said:
 class RankRehearsal(Rehearsal):
     """One rank's part of a rehearsal."""
 
-    def run_on_rank(self, num_steps: int, group: dist.ProcessGroup, devices: Any) -> Said:
+    def run_on_rank(self, num_steps: int, devices: Any, wait_s: float) -> Said:
         """Train and evaluate, with the meter running; leave the group where that ended early."""
-        self._group, self._devices = group, None if isinstance(self._hardware, VirtualHardware) else devices
+        self._group: dist.ProcessGroup | None = dist.new_group(timeout=timedelta(seconds=wait_s))
+        self._devices = None if isinstance(self._hardware, VirtualHardware) else devices
         state, lack, error = RunState(), None, None
         try:
             self.longest = self._batches.find_longest(num_steps)
-            lack = run_metered(self._hardware, lambda: self._train(num_steps, state), state)
+            lack = run_metered(self._hardware, lambda: self._train_until_left(num_steps, state), state)
         except BaseException as raised:  # noqa: BLE001  the others must not wait for this rank
             error = raised
         was_left = isinstance(error, RuntimeError) and is_of_a_group(error)
@@ -130,10 +130,19 @@ class RankRehearsal(Rehearsal):
             error=None if error is None or was_left else describe_error(error),
             was_left=was_left,
         )
-        del error  # its frames hold the group
+        del error  # its frames hold the group, which ends with its last reference: the other ranks then know
         gc.collect()
-        dist.destroy_process_group(self._group)
+        group, self._group = self._group, None
+        dist.destroy_process_group(group)
         return said
+
+    def _train_until_left(self, num_steps: int, state: RunState) -> None:
+        try:
+            self._train(num_steps, state)
+        except RuntimeError as error:
+            if is_of_a_group(error):  # another rank's end; this one's card is as it is all the same
+                state.read(self._hardware.memory())
+            raise
 
     def _loop(self) -> TrainingLoop:
         return RankLoop(
@@ -151,7 +160,7 @@ class RankRehearsal(Rehearsal):
 class RankLoop(TrainingLoop):
     """The training loop of a rank."""
 
-    def __init__(self, *args: Any, group: dist.ProcessGroup, devices: Any) -> None:
+    def __init__(self, *args: Any, group: dist.ProcessGroup | None, devices: Any) -> None:
         self._group, self._devices = group, devices
         super().__init__(*args)
 
