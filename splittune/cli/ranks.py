@@ -11,6 +11,7 @@ import typer
 
 from splittune.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, sigterm_as_exit
 from splittune.errors import ConfigError, RanksError, SplittuneError
+from splittune.ranks.group import is_grouped
 from splittune.runners.launch.agent import launch
 from splittune.runners.launch.attempts import Attempts
 from splittune.runners.launch.outcome import is_everybodys, write_verdict
@@ -68,11 +69,13 @@ def leave(error: BaseException, code: int, show: Callable[[], None]) -> NoReturn
     the launcher starts all of them again.
     """
     place = _place()
-    if place is None or place.world_size == 1:
+    words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if place is None or place.world_size == 1 or not is_grouped():
+        if place is not None and place.folder is not None:
+            Attempts(place.folder).note_error(place.rank, words)
         show()
         sys.exit(code)
     settled = not isinstance(error, RanksError) and is_everybodys(place, code, type(error).__name__)
-    words = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if settled and place.is_first:
         show()
     elif not settled:
