@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
-from splittune.cards import kind_of_cards
+from splittune.cards import is_card, kind_of_cards, module_of
 from splittune.config.data import current_versions
 from splittune.config.in_ranks import signature_of
 from splittune.errors import ConfigError
@@ -91,7 +92,7 @@ def tune_together(
         def prepare() -> tuple[_Team, list[Fact]]:
             if check_first is not None and is_leader():
                 check_first()
-            team, facts = _prepared(make_task, devices, options, strategy, wait_s)
+            team, facts = _prepared(make_task, devices, options, strategy, wait_s, stack)
             stack.callback(team.card.close)
             return team, facts
 
@@ -121,6 +122,7 @@ def _prepared(
     options: SearchOptions,
     strategy: StrategyChoice,
     wait_s: float,
+    stack: ExitStack,
 ) -> tuple[_Team, list[Fact]]:
     if strategy != "ddp":
         raise ConfigError(
@@ -134,6 +136,7 @@ def _prepared(
     else:
         hardware = None
         own = card_of_rank(devices)
+        stack.enter_context(_current(own))
         card = OwnRealCard(make_task(), own, wait_s=STEP_PART * wait_s)
     try:
         job = card.open()
@@ -155,6 +158,15 @@ def card_of_rank(devices: Devices) -> Hardware:
     own = device_of_rank([kind] * dist.get_world_size(), kind if devices is None else devices, rank)
     check_backend(own, None)
     return resolve_hardware([own])
+
+
+def _current(hardware: Hardware) -> AbstractContextManager[object]:
+    """Inside, what names no card means this rank's: else every rank would have a context on the first."""
+    device = torch.device(hardware.devices[0].torch_device)
+    if not is_card(device):
+        return nullcontext()
+    context: AbstractContextManager[object] = getattr(module_of(device), "device", nullcontext)(device)
+    return context
 
 
 def _virtual_cards(devices: Devices, options: SearchOptions) -> VirtualHardware:

@@ -51,6 +51,7 @@ def test_the_tree_in_the_docstring_is_the_tree_in_the_code() -> None:
         ("ConfigError", ValueError),
         ("NvmlUnavailableError", errors.DeviceError),
         ("NoFeasibleSplitError", errors.SplittuneError),
+        ("RanksError", errors.SplittuneError),
         ("WorkerError", errors.SplittuneError),
     ],
 )

@@ -29,6 +29,7 @@ from splittune import (
     NvmlUnavailableError,
     Outcome,
     Plan,
+    RanksError,
     SplitConfig,
     SplitSpace,
     SplittuneError,
@@ -201,7 +202,7 @@ def errors() -> int:
         autotune(model, loader)
     except torch.OutOfMemoryError as error:
         assert_type(is_out_of_memory(error), bool)
-    except (NoFeasibleSplitError, NvmlUnavailableError, DeviceError, WindowError, WorkerError) as error:
+    except (NoFeasibleSplitError, NvmlUnavailableError, DeviceError, WindowError, WorkerError, RanksError) as error:
         problem: SplittuneError = error
         print(problem)
     except (ConfigError, InvalidSplitError) as error:
