@@ -130,8 +130,8 @@ class OwnRealCard:
             else:
                 traceback.clear_frames(error.__traceback__)
                 raise
-        except Exception as error:
-            # the frames of its step hold the group, in which the others wait for this rank
+        except BaseException as error:
+            # SIGTERM and Ctrl-C too: the frames of the step hold the group, in which the others wait for this rank
             traceback.clear_frames(error.__traceback__)
             raise
         finally:

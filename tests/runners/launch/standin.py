@@ -85,6 +85,7 @@ def launch(
             rank.start()
         launched.pids += [rank.pid or 0 for rank in ranks]
         first = _first_failure(ranks)
+        time.sleep(0.1)  # as often as torch's launcher looks
         _end(ranks)
         launched.codes.append([rank.exitcode or 0 for rank in ranks])
         if first is None:
