@@ -24,8 +24,9 @@ from splittune.ranks.agreement import ARRIVAL_TIMEOUT_S, Fact, agree
 from splittune.ranks.group import check_backend, device_of_rank, is_grouped
 from splittune.report import TuneResult
 from splittune.runners.base import JobFacts
+from splittune.runners.launch.rank import Bounded
 from splittune.runners.ranks.control import DEFAULT_WAIT_S, ControlGroup
-from splittune.runners.ranks.crew import Crew, follow, speaking
+from splittune.runners.ranks.crew import Crew, Member, follow, speaking
 from splittune.runners.ranks.journal import TrialJournal
 from splittune.runners.ranks.memo import AnswerMemo
 from splittune.runners.ranks.own_card import OwnRealCard
@@ -60,6 +61,7 @@ def tune_together(
     wait_s: float = DEFAULT_WAIT_S,
     journal: TrialJournal | None = None,
     check_first: Callable[[], None] | None = None,
+    end_after_s: float | None = None,
 ) -> TuneResult:
     """Tune a job on the ranks of the process group that this process is in; a collective, with the same result on all.
 
@@ -77,6 +79,8 @@ def tune_together(
         journal: rank 0's, of the trial on its way; None for one beside the storage, where there is a storage.
         check_first: rank 0 calls it before anything else: that it can write where it shall, say. What it raises of
             splittune's own errors is every rank's.
+        end_after_s: seconds after which a rank's part of a trial has its process ended: only where a launcher starts
+            the ranks again.
 
     Raises:
         ConfigError: the jobs differ, or cannot be used; on every rank, before the first trial.
@@ -96,9 +100,10 @@ def tune_together(
         control = ControlGroup(wait_s=wait_s)
         stack.callback(control.close)
         present = introduce(control, team.job)
+        member: Member = team.card if end_after_s is None else Bounded(team.card, end_after_s)
         if is_leader():
-            return _lead(team, present, control, options, callback, journal)
-        result: TuneResult = follow(control, team.card)
+            return _lead(team, present, Crew(control, member), options, callback, journal)
+        result: TuneResult = follow(control, member)
         return result
 
 
@@ -208,12 +213,11 @@ def _facts_of(task: TrainingTask, job: JobFacts, devices: str, options: SearchOp
 def _lead(
     team: _Team,
     present: Sequence[Present],
-    control: ControlGroup,
+    crew: Crew,
     options: SearchOptions,
     callback: TuneCallback,
     journal: TrialJournal | None,
 ) -> TuneResult:
-    crew = Crew(control, team.card)
     try:
         if journal is None and options.storage is not None and "://" not in os.fspath(options.storage):
             journal = TrialJournal.beside(options.storage)

@@ -1,10 +1,11 @@
-"""`python -m benchmarks.distributed`: ranks against one device, in real processes; a slow rank; a thousand cards."""
+"""`python -m benchmarks.distributed`: ranks against one device; the price of a slow rank, of agreeing; 1,024 cards."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from benchmarks.distributed import batches, gradients, scale, slow_rank
+from benchmarks.distributed import agreement, batches, gradients, scale, slow_rank
 from benchmarks.distributed.launch import run_ranks
 from splittune import __version__
 
@@ -32,19 +33,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=batches.NUM_CASES, help="cases of sharded loaders")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV")
+    parser.add_argument("--only", choices=["agreement"], help="this part alone; the CSV keeps the other rows")
     given = parser.parse_args(arguments)
-    gradient_rows = gradient_errors(given.cases, given.seed)
-    slow_rows = slow_ranks(given.seed)
-    scale_rows = scale.scales()
-    failed = batches.main([str(given.batches), str(given.seed)])
+    if given.only:
+        gradient_rows, slow_rows, scale_rows, failed = [], [], [], 0
+    else:
+        gradient_rows = gradient_errors(given.cases, given.seed)
+        slow_rows = slow_ranks(given.seed)
+        scale_rows = scale.scales()
+        failed = batches.main([str(given.batches), str(given.seed)])
+    agreement_rows = agreements()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"
-    table = pd.DataFrame([*gradient_rows, *slow_rows, *scale_rows]).assign(
+    table = pd.DataFrame([*gradient_rows, *slow_rows, *scale_rows, *agreement_rows]).assign(
         machine=machine,
         splittune=__version__,
         torch=torch.__version__,
         python=platform.python_version(),
         seed=given.seed,
     )
+    if given.only and given.out.exists():
+        kept = pd.read_csv(given.out)
+        table = pd.concat([kept[~kept["measure"].isin(table["measure"])], table], ignore_index=True)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(given.out, index=False, float_format="%.6g")
     print(f"\nwritten to {given.out}; {machine}, torch {torch.__version__}, seed {given.seed}")
@@ -108,6 +117,26 @@ def slow_ranks(seed: int) -> list[dict[str, Any]]:
             for name, shares in splits.items()
         ]
     return rows
+
+
+def agreements() -> list[dict[str, Any]]:
+    """Seconds of an agreement, the median and the 95th percentile."""
+    times_s = run_ranks(NUM_RANKS, agreement.time_on_rank)[0]
+    print(f"\nan agreement of {NUM_RANKS} ranks on one trial, {len(times_s)} of them (gloo)")
+    print("                  ms  hoped for at most")
+    figures = {"median": statistics.median(times_s), "95 of 100": statistics.quantiles(times_s, n=20)[-1]}
+    for name, figure_s in figures.items():
+        print(f"{name:>9}  {1e3 * figure_s:9.2f}  {1e3 * agreement.BOUND_S:17.0f}")
+    return [
+        {
+            "measure": "agreement, s a trial",
+            "ranks": NUM_RANKS,
+            "case": f"{name} of {len(times_s)}",
+            "figure": figure_s,
+            "bound": agreement.BOUND_S,
+        }
+        for name, figure_s in figures.items()
+    ]
 
 
 if __name__ == "__main__":

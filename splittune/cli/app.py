@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
+from functools import partial
 
 import typer
 
-from splittune.cli.console import EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_NO_FEASIBLE_SPLIT, fail
+from splittune.cli.console import EXIT_BAD_USAGE, EXIT_JOB_FAILED, EXIT_NO_FEASIBLE_SPLIT, say_error
 from splittune.cli.demo import demo
 from splittune.cli.devices import devices
 from splittune.cli.export import export
 from splittune.cli.plan import plan
+from splittune.cli.ranks import leave
 from splittune.cli.report import report
 from splittune.cli.tune import tune
 from splittune.cli.verify import verify
-from splittune.errors import NoFeasibleSplitError, SplittuneError, WorkerError
+from splittune.errors import NoFeasibleSplitError, RanksError, SplittuneError, WorkerError
 
 app = typer.Typer(
     help="Finds the batch split that trains fastest without running out of memory.",
@@ -35,14 +36,23 @@ def main() -> None:
     """
     try:
         app()
-    except NoFeasibleSplitError as error:
-        fail(error, EXIT_NO_FEASIBLE_SPLIT)
-    except WorkerError as error:
-        fail(error, EXIT_JOB_FAILED)
-    except SplittuneError as error:
-        if error.__cause__ is not None and not isinstance(error.__cause__, SplittuneError | OSError):
-            traceback.print_exception(error.__cause__)
-        fail(error, EXIT_BAD_USAGE)
-    except Exception:  # noqa: BLE001  the user's own: as Python shows it, but not with code 1
-        traceback.print_exc()
-        sys.exit(EXIT_JOB_FAILED)
+    except Exception as error:  # noqa: BLE001  the user's own: as Python shows it, but not with code 1
+        leave(error, _code_of(error), partial(_show, error))
+
+
+def _code_of(error: Exception) -> int:
+    if isinstance(error, NoFeasibleSplitError):
+        return EXIT_NO_FEASIBLE_SPLIT
+    if isinstance(error, SplittuneError) and not isinstance(error, WorkerError | RanksError):
+        return EXIT_BAD_USAGE
+    return EXIT_JOB_FAILED
+
+
+def _show(error: Exception) -> None:
+    """Say what went wrong on standard error, an exception of the user's with its traceback."""
+    cause = error.__cause__ if isinstance(error, SplittuneError) else error
+    is_own = isinstance(error, NoFeasibleSplitError | WorkerError | RanksError)
+    if cause is not None and not is_own and not isinstance(cause, SplittuneError | OSError):
+        traceback.print_exception(cause)
+    if isinstance(error, SplittuneError):
+        say_error(error)

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 from rich.console import Console
 
@@ -41,10 +40,9 @@ def say_how_to_wrap(strategy: Strategy, device: str | None = None) -> None:
         say(f"    model = config.wrap(model{named})")
 
 
-def fail(error: SplittuneError, code: int) -> NoReturn:
-    """Say on standard error what went wrong, and exit with `code`."""
+def say_error(error: SplittuneError) -> None:
+    """Say on standard error what went wrong."""
     Console(stderr=True).print(f"splittune: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-    sys.exit(code)
 
 
 def log_above_the_bar(level: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -21,6 +22,8 @@ from splittune.cli.console import (
     sigterm_as_exit,
 )
 from splittune.cli.options import JobArgument, OutOption, QuietOption, StrategyOption, VerboseOption
+from splittune.cli.ranks import LIMIT_NAME, as_rank, check_strategy, launch_this
+from splittune.collective import tune_together
 from splittune.config.files import check_writable
 from splittune.errors import NoFeasibleSplitError
 from splittune.hardware import resolve_hardware
@@ -40,13 +43,19 @@ from splittune.report.page import save_failed_report
 from splittune.report.progress import ConsoleCallback, SilentCallback
 from splittune.runners.base import DeviceView, Runner
 from splittune.runners.in_process import InProcessRunner
-from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, WorkerRunner
+from splittune.runners.launch.attempts import Attempts, NotingJournal
+from splittune.runners.launch.place import Place, place_of, refuse_nested
+from splittune.runners.launch.rank import ARRIVAL_S, GRACE_S, at_most
+from splittune.runners.ranks.journal import TrialJournal
+from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, MAX_ENDS_IN_A_ROW, WorkerRunner
 from splittune.search import DEFAULT_SAMPLER, SAMPLER_NAMES, Trial
 from splittune.split import SplitSpace
 from splittune.training import TrainingTask
 from splittune.training.load_task import load_task
 from splittune.tuner import TuneCallback
 from splittune.tuner import tune as run_search
+
+logger = logging.getLogger(__name__)
 
 Isolation = Literal["auto", "process", "none"]
 
@@ -105,7 +114,13 @@ def tune(
     verbose: VerboseOption = False,
 ) -> None:
     """Find the fastest split for your own job, and write the config to train with."""
-    check_writable(out)
+    place = place_of()
+    if place is None:
+        check_writable(out)
+    else:
+        check_strategy(place, strategy)
+        if isolation == "process" and place.folder is None:
+            refuse_nested(place, "--isolation process")
     options = SearchOptions(
         min_headroom_bytes=min_headroom_bytes,
         max_trials=max_trials,
@@ -117,14 +132,32 @@ def tune(
         seed=seed,
     )
     search: Callable[[TuneCallback], TuneResult]
+    if place is not None:
+        make_task = partial(_task_of, job, global_batch_size)
+        with as_rank(place, on_cards=names_cuda_devices(devices), trial_timeout_s=trial_timeout_s):
+            search = _search_as_rank(place, make_task, devices, options, trial_timeout_s, out)
+            if place.is_first:
+                saving = at_most(trial_timeout_s)  # a disk that hangs holds up the launch as a trial does
+                result = tune_and_save(search, out, quiet=quiet, verbose=verbose, while_saving=saving)
+                _show_end(result, out, verbose=verbose)
+            else:
+                search(SilentCallback())
+        return
     if strategies_of(strategy) == ("dp",):
         runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
         search = partial(run_search, runner, options)
+    elif strategy == "ddp" and (isolation == "process" or (isolation == "auto" and names_cuda_devices(devices))):
+        launch_this(num_cards(devices), max_restarts=MAX_ENDS_IN_A_ROW * (max_trials + 1))
     else:
         chosen = cast("StrategyChoice", strategy)
         cards = virtual_cards(devices, chosen)
         search = partial(tune_by_strategy, _task_of(job, global_batch_size), cards, options, strategy=chosen)
     result = tune_and_save(search, out, quiet=quiet, verbose=verbose)
+    _show_end(result, out, verbose=verbose)
+
+
+def _show_end(result: TuneResult, out: Path, *, verbose: bool) -> None:
+    """Show the result, and how to train under it."""
     show_result(result, console, verbose=verbose)
     say(f"\nSaved in {out}: split.json, report.html (open it in a browser), trials.csv, devices.csv,")
     say("explanation.txt, result.json. To train:")
@@ -140,8 +173,9 @@ def tune_and_save(
     quiet: bool,
     verbose: bool,
     log_level: int = logging.INFO,
+    while_saving: AbstractContextManager[None] | None = None,
 ) -> TuneResult:
-    """Search and write the files; log from `log_level` up, if not `quiet`.
+    """Search and write the files, `while_saving` entered for the latter; log from `log_level` up, if not `quiet`.
 
     When it ends early, by Ctrl-C say, the finished trials are written all the same.
     """
@@ -160,8 +194,39 @@ def tune_and_save(
             say("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         raise
-    result.save(out)
+    with while_saving or nullcontext():
+        result.save(out)
     return result
+
+
+def _search_as_rank(
+    place: Place,
+    make_task: Callable[[], TrainingTask],
+    devices: str | None,
+    options: SearchOptions,
+    trial_timeout_s: float,
+    out: Path,
+) -> Callable[[TuneCallback], TuneResult]:
+    """The search together with the other ranks, kept in a file for as long as the launch lasts."""
+    journal: TrialJournal | None = None
+    if place.folder is not None:
+        options = dataclasses.replace(options, storage=options.storage or str(place.folder / "trials"))
+        if place.is_first:
+            attempts = Attempts(place.folder)
+            journal = NotingJournal(f"{options.storage}.trial", attempts)
+            if place.num_starts:
+                logger.warning("The ranks were started again: %s.", attempts.last_end(LIMIT_NAME))
+    return partial(
+        tune_together,
+        make_task,
+        devices,
+        options,
+        arrival_timeout_s=ARRIVAL_S,
+        wait_s=trial_timeout_s + GRACE_S,
+        journal=journal,
+        check_first=partial(check_writable, out),
+        end_after_s=trial_timeout_s if place.folder is not None else None,
+    )
 
 
 def _runner_for(
@@ -177,6 +242,13 @@ def _runner_for(
 def _task_of(job: str, global_batch_size: int | None) -> TrainingTask:
     task = load_task(job)
     return task if global_batch_size is None else dataclasses.replace(task, global_batch_size=global_batch_size)
+
+
+def num_cards(devices: str | None) -> int:
+    """How many cards these are; asking makes no context on them."""
+    if names_cuda_devices(devices):
+        return count_visible_devices() if devices is None else len(devices.split(","))
+    return len(resolve_hardware(devices).devices)
 
 
 def names_cuda_devices(devices: str | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +18,20 @@ from splittune.cli.console import (
     sigterm_as_exit,
 )
 from splittune.cli.options import JobArgument, QuietOption
+from splittune.cli.ranks import as_rank, check_strategy, launch_this, leave_with
+from splittune.cli.tune import names_cuda_devices
 from splittune.config import SplitConfig
 from splittune.config.files import check_writable
+from splittune.errors import ConfigError
 from splittune.report.progress import SilentCallback, StepCallback
+from splittune.runners.launch.place import Place, place_of
+from splittune.runners.launch.rank import ARRIVAL_S
+from splittune.runners.ranks.control import DEFAULT_WAIT_S
 from splittune.training.load_task import load_task
 from splittune.verify import DEFAULT_NUM_STEPS
 from splittune.verify import verify as run_steps
 from splittune.verify.console import show_verification
+from splittune.verify.on_ranks import verify_on_ranks
 
 SplitArgument = Annotated[Path, typer.Argument(metavar="SPLIT.json", help="The config that tune wrote.")]
 DevicesOption = Annotated[
@@ -47,6 +55,18 @@ def verify(
     config = SplitConfig.load(split)
     if eval_batch_size:
         check_writable(split.parent)
+    place = place_of()
+    if place is not None or config.strategy == "ddp":
+        if eval_batch_size:
+            raise ConfigError(
+                '--eval-batch-size is for one process, and the config says strategy="ddp": expected none. A rank '
+                "evaluates its own share. Leave it out."
+            )
+        if place is None:
+            launch_this(config.split.num_devices, max_restarts=0)
+        check_strategy(place, config.strategy)
+        _verify_as_rank(place, config, job, devices, steps, quiet=quiet)
+        return
     log_above_the_bar(logging.WARNING if quiet else logging.INFO)
     callback = SilentCallback() if quiet else StepCallback(console)
     try:
@@ -71,3 +91,31 @@ def verify(
     say(f"\n{result.summary}")
     if not result.is_verified:
         raise typer.Exit(EXIT_NOT_VERIFIED)
+
+
+def _verify_as_rank(
+    place: Place, config: SplitConfig, job: str, devices: str | None, steps: int, *, quiet: bool
+) -> None:
+    """Train together with the other ranks; rank 0 shows how it went, and its exit code is everybody's."""
+    is_shown = place.is_first and not quiet
+    log_above_the_bar(logging.INFO if is_shown else logging.WARNING)
+    callback = StepCallback(console) if is_shown else SilentCallback()
+    named = devices or ",".join(device.torch_device for device in config.devices)
+    on_cards = config.virtual_spec is None and names_cuda_devices(named)
+    with as_rank(place, on_cards=on_cards, trial_timeout_s=DEFAULT_WAIT_S):
+        try:
+            result = verify_on_ranks(
+                config,
+                partial(load_task, job),
+                devices=devices,
+                num_steps=steps,
+                callback=callback,
+                arrival_timeout_s=ARRIVAL_S,
+            )
+        finally:
+            callback.on_end()
+        if place.is_first:
+            show_verification(result, console)
+            say(f"\n{result.summary}")
+    if not result.is_verified:
+        leave_with(place, EXIT_NOT_VERIFIED)

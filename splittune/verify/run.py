@@ -83,7 +83,7 @@ def verify(
         runner.snapshot()
         if measure_eval_batch_size:
             config = replace(config, eval_batch_size=None)
-        rehearsal = _Rehearsal(config, task, hardware, callback)
+        rehearsal = Rehearsal(config, task, hardware, callback)
         result = rehearsal.run(num_steps)
         if measure_eval_batch_size:
             result = with_eval_batch_size(
@@ -99,7 +99,7 @@ def verify(
         runner.close()
 
 
-class _Rehearsal:
+class Rehearsal:
     """One job on one piece of hardware, rehearsed under one config."""
 
     def __init__(self, config: SplitConfig, task: TrainingTask, hardware: Hardware, callback: VerifyCallback) -> None:
@@ -134,15 +134,22 @@ class _Rehearsal:
             notes=tuple(self._notes),
         )
 
+    def _loop(self) -> TrainingLoop:
+        return TrainingLoop(self._config, self._task, self._hardware, self.loss_fn)
+
+    def _share_of(self, batch: Any) -> Any:
+        """What this process trains of a batch."""
+        return batch
+
     def _train(self, num_steps: int, state: RunState) -> None:
-        training = TrainingLoop(self._config, self._task, self._hardware, self.loss_fn)
+        training = self._loop()
         self._notes += training.notes
         evaluations = {math.ceil(num_steps * part / NUM_EVALUATIONS) for part in range(1, NUM_EVALUATIONS + 1)}
         evaluations.add(len(self.longest))
         batches, can_evaluate = iter(self._batches), True
         for step in range(1, num_steps + 1):
             state.where, state.phase = f"step {step}", "training"
-            batch = next(batches)
+            batch = self._share_of(next(batches))
             state.losses.append(training.step(batch))
             state.read(self._hardware.memory())
             self._callback.on_step(step, num_steps, state.losses[-1])

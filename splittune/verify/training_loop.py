@@ -10,6 +10,7 @@ import torch
 
 from splittune.config import SplitConfig
 from splittune.hardware import Hardware
+from splittune.parallel.base import SplitModule
 from splittune.training import TrainingTask
 
 
@@ -22,7 +23,7 @@ class TrainingLoop:
         self._config, self._task = config, task
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            self._model = config.wrap(task.model, loss_fn, hardware=hardware)
+            self._model = self._wrapped(hardware, loss_fn)
         self.notes = [str(warning.message) for warning in said]
         # Else the modes stay as they are: a job may keep a frozen part of its model in eval mode.
         if not task.model.training:
@@ -33,6 +34,9 @@ class TrainingLoop:
         # A loop's variables keep the last loss, output and targets while the next forward runs,
         # and while the loop evaluates.
         self._latest: tuple[Any, ...] = ()
+
+    def _wrapped(self, hardware: Hardware, loss_fn: Callable[..., Any] | None) -> SplitModule:
+        return self._config.wrap(self._task.model, loss_fn, hardware=hardware)
 
     def step(self, batch: Any) -> float:
         """Take one optimizer step, and return the loss over the whole batch."""

@@ -125,13 +125,13 @@ class OwnRealCard:
             is_usable = not is_sticky(error)
             if is_out_of_memory(error, self.hardware.free_bytes):
                 answer = Answer(lost=f"out of memory, though it fitted by itself: {first_line(error)}")
-            elif _is_of_a_group(error):
+            elif is_of_a_group(error):
                 answer = Answer(lost=first_line(error))
             else:
                 traceback.clear_frames(error.__traceback__)
                 raise
-        except Exception as error:
-            # the frames of its step hold the group, in which the others wait for this rank
+        except BaseException as error:
+            # SIGTERM and Ctrl-C too: the frames of the step hold the group, in which the others wait for this rank
             traceback.clear_frames(error.__traceback__)
             raise
         finally:
@@ -165,6 +165,6 @@ class OwnRealCard:
             dist.destroy_process_group(group)
 
 
-def _is_of_a_group(error: RuntimeError) -> bool:
+def is_of_a_group(error: RuntimeError) -> bool:
     """Whether a collective could not be finished; gloo raises a plain RuntimeError that names a file of its own."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()

@@ -41,6 +41,21 @@ _MEANINGS = {
 }
 
 
+def words_of_ending(who: str, code: int) -> str:
+    """How a process ended, by its exit code, a signal's number negative.
+
+    Worked: -9 of the worker gives ``"the worker ended with signal 9 (SIGKILL): likely ..."``.
+    """
+    if code >= 0:
+        return f"{who} ended with exit code {code}"
+    try:
+        ending = signal.Signals(-code)
+    except ValueError:  # a real-time signal
+        return f"{who} ended with signal {-code}"
+    meaning = _MEANINGS.get(ending)
+    return f"{who} ended with signal {-code} ({ending.name})" + (f": {meaning}" if meaning else "")
+
+
 class WorkerEndedError(Exception):
     """A worker has ended, or is to be ended, and owes an answer; the message says how, in words that follow a colon."""
 
@@ -154,12 +169,7 @@ class WorkerLink:
             return "the worker hung up without an answer and went on"
         if code >= 0:
             return f"the worker ended with exit code {code} before it had answered: the job called sys.exit, or alike"
-        try:
-            ending = signal.Signals(-code)
-        except ValueError:  # a real-time signal
-            return f"the worker ended with signal {-code}"
-        meaning = _MEANINGS.get(ending)
-        return f"the worker ended with signal {-code} ({ending.name})" + (f": {meaning}" if meaning else "")
+        return words_of_ending("the worker", code)
 
     def _show_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):

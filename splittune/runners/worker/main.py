@@ -54,7 +54,7 @@ def main(handle: int, parent_pid: int) -> None:
     """
     global _is_worker  # noqa: PLW0603  what this process is, it is for good
     _is_worker = True
-    _end_with(parent_pid)
+    end_with(parent_pid)
     faulthandler.enable()  # a crash in native code shows the line of Python it came from
     faulthandler.register(STACKS_SIGNAL)
     for stream in (sys.stdout, sys.stderr):
@@ -189,8 +189,8 @@ class _Trials:
         )
 
 
-def _end_with(parent_pid: int) -> None:
-    """Have this process killed when the tuner's has ended, also in mid-trial and in code that never returns."""
+def end_with(parent_pid: int) -> None:
+    """Have this process killed when its parent has ended, also in mid-trial and in code that never returns."""
     is_linux = sys.platform == "linux"
     if not is_linux or ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         threading.Thread(target=_watch, args=(parent_pid,), daemon=True).start()
