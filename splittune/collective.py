@@ -79,8 +79,8 @@ def tune_together(
         journal: rank 0's, of the trial on its way; None for one beside the storage, where there is a storage.
         check_first: rank 0 calls it before anything else: that it can write where it shall, say. What it raises of
             splittune's own errors is every rank's.
-        end_after_s: seconds after which a rank's part of a trial has its process ended: only where a launcher starts
-            the ranks again.
+        end_after_s: seconds after which a rank's part of a trial has its process ended, for a hang is ended by nothing
+            else; None where the process is the user's own.
 
     Raises:
         ConfigError: the jobs differ, or cannot be used; on every rank, before the first trial.

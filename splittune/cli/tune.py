@@ -225,7 +225,7 @@ def _search_as_rank(
         wait_s=trial_timeout_s + GRACE_S,
         journal=journal,
         check_first=partial(check_writable, out),
-        end_after_s=trial_timeout_s if place.folder is not None else None,
+        end_after_s=trial_timeout_s,
     )
 
 

@@ -122,8 +122,8 @@ def test_the_command_starts_its_ranks_again(tmp_path: Path, tried: Tried) -> Non
 
 @pytest.mark.parametrize("by", ["the command", "torchrun, of two machines one"])
 def test_no_rank_outlives_its_launcher(tmp_path: Path, tried: Tried, by: str) -> None:
-    """SIGKILL of whoever started them ends the ranks, and of two launches the other one as well."""
-    line = ["tune", "launched_job.py:waits", "--devices", TWO, "--strategy", "ddp"]
+    """SIGKILL of whoever started them ends the ranks, and of two launches the other one within a trial's time."""
+    line = ["tune", "launched_job.py:waits", "--devices", TWO, "--strategy", "ddp", "--trial-timeout-s", "10"]
     if by == "the command":
         lines = [["-m", "splittune", *line, "--isolation", "process"]]
     else:
