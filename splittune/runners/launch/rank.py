@@ -12,6 +12,8 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from splittune.cards import kind_of_cards
 from splittune.errors import ConfigError
@@ -44,8 +46,12 @@ def joined(place: Place, *, on_cards: bool, collective_timeout_s: float) -> Iter
     backend = (
         f"cpu:gloo,{kind_of_cards()}:{dist.get_default_backend_for_device(kind_of_cards())}" if on_cards else "gloo"
     )
+    timeout = timedelta(seconds=collective_timeout_s)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=collective_timeout_s))
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        # Torch's launcher gives every start the same store: without a prefix ranks may find an ended one's address.
+        store = PrefixStore(f"start_{place.num_starts}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"rank {place.rank} of {place.world_size} cannot join the process group: {error}. Expected the addresses "
