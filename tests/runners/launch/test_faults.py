@@ -59,7 +59,7 @@ def test_a_rank_that_is_killed_costs_a_trial(tmp_path: Path, tried: Tried, place
     tried("SIGKILL of a rank", f"on ranks, {place}", "CRASHED, and the search goes on", CHECKED)
 
 
-@pytest.mark.parametrize("place", ["backward", "agreement", "synchronised step"])
+@pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_is_asked_to_end_costs_no_trial(tmp_path: Path, tried: Tried, place: str) -> None:
     """SIGTERM of one rank ends all, in order where they can; the trial on its way is run again, or has crashed."""
     launched = tune(tmp_path, f"SIGTERM, {place}, 1")
@@ -68,7 +68,7 @@ def test_a_rank_that_is_asked_to_end_costs_no_trial(tmp_path: Path, tried: Tried
     tried("SIGTERM of a rank", f"on ranks, {place}", "the search goes on", CHECKED)
 
 
-@pytest.mark.parametrize("place", ["backward", "agreement", "synchronised step"])
+@pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_hangs_costs_a_trial(tmp_path: Path, tried: Tried, place: str) -> None:
     """It is ended after the limit, also where it holds Python's lock and nothing of Python's runs."""
     launched = tune(tmp_path, f"hang, {place}, 1")
