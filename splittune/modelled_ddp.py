@@ -141,12 +141,14 @@ def _search(
     options: SearchOptions,
     callback: TuneCallback,
 ) -> FoundByKind:
-    cards.measure(kinds[0], 1, accumulation_steps=1)  # which tells whether trials need values, and so memory here
+    least_share = MIN_BATCH_NORM_SHARD if cards.normalises_alone else 1
+    small = max(1, min(least_share, global_batch_size // len(hardware.devices)))
+    cards.measure(kinds[0], small, accumulation_steps=1)  # which tells whether trials need values, and so memory here
     problem = SharesByKind(
         global_batch_size=global_batch_size,
         kinds=tuple(kind.devices for kind in kinds),
         min_headroom_bytes=tuple(kind.min_headroom_bytes for kind in kinds),
-        least_share=MIN_BATCH_NORM_SHARD if cards.normalises_alone else 1,
+        least_share=least_share,
         may_try_more=cards.needs_values is None,
     )
     return find_by_kind(

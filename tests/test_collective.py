@@ -13,7 +13,7 @@ from splittune import TuneResult
 from splittune.errors import RanksError
 from splittune.runners.ranks.journal import TrialJournal
 from tests.ranks.pool import Pool, RankError, pool_of
-from tests.runners.ranks.jobs import refused, tables, tuned, tuned_with
+from tests.runners.ranks.jobs import refused, tables, tuned, tuned_normed, tuned_with
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,14 @@ def test_all_ranks_have_the_result_of_one_process(pool: Pool, alone: TuneResult)
         assert tables(result) == tables(alone)
         assert result.config.split == alone.config.split
         assert result.explanation == alone.explanation
+
+
+@pytest.mark.parametrize(("size", "least"), [(32, 4), (6, 3)])
+def test_batch_norm_is_never_given_a_single_sample(pool: Pool, size: int, least: int) -> None:
+    """It refuses one in training: on ranks and in one process, no trial has less than the least share."""
+    alone = tuned_normed(None, size)
+    assert all(min(trial.measurement.split.shard_sizes) >= least for trial in alone.trials)
+    assert [tables(result) for result in pool.run(tuned_normed, size)] == [tables(alone)] * 2
 
 
 def test_a_search_goes_on_from_its_storage(pool: Pool, alone: TuneResult, tmp_path: Path) -> None:

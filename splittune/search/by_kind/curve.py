@@ -38,10 +38,11 @@ class CardCurve:
     Args:
         count: how many cards there are.
         growth: what is known of it from cards of other kinds, and is told them.
-        measure: a run with a share of at least 1.
+        measure: a run with a share of at least `least`.
         demand_bytes: what a card must keep free.
         limit: the largest share that is ever tried.
         asked_for: shares up to here are the user's own; beyond, a job that refuses one ends the look for larger ones.
+        least: the smallest share that is ever tried: a job with BatchNorm cannot be trained with one sample.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class CardCurve:
         demand_bytes: int,
         limit: int,
         asked_for: int,
+        least: int = 1,
     ) -> None:
         self.count, self.is_bracketed, self._growth = count, False, growth
         self._measure, self._demand_bytes, self._limit, self._asked_for = measure, demand_bytes, limit, asked_for
+        self._least = least
         self._runs: dict[int, Measurement] = {}
         self._timed: list[int] = []
         self._fails = limit + 1
@@ -63,8 +66,8 @@ class CardCurve:
         self._most: int | None = None
 
     def run(self, share: int) -> Measurement:
-        """What a card does with a share, at least 1; run once."""
-        share = max(1, share)
+        """What a card does with a share, at least the least; run once."""
+        share = max(self._least, share)
         if share not in self._runs:
             found = self._runs[share] = self._measure(share)
             if found.throughput is not None:
@@ -78,7 +81,7 @@ class CardCurve:
 
     def time_s(self, share: int) -> float:
         """Seconds of forward and backward: of a rank without samples those of the one that stands in."""
-        share, timed = max(1, share), self._timed
+        share, timed = max(self._least, share), self._timed
         if share in self._runs and self._runs[share].micro_step_time_s is not None:
             return self._seconds(share)
         if len(timed) < 2:
@@ -90,13 +93,13 @@ class CardCurve:
 
     @property
     def most(self) -> int:
-        """The largest share that fits, found to a 100th part; 0 where not even one sample does."""
+        """The largest share that fits, found to a 100th part; 0 where not even the least does."""
         if self._most is None:
             self._most = self._find_most()
         return self._most
 
     def _find_most(self) -> int:
-        if self.run(1).outcome is not Outcome.OK:
+        if self.run(self._least).outcome is not Outcome.OK:
             return 0
         for _ in range(MAX_RUNS):
             step = max(1, self._fits // PRECISION)

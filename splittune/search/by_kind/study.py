@@ -173,6 +173,7 @@ class _Study:
                     if problem.may_try_more
                     else problem.global_batch_size,
                     asked_for=problem.global_batch_size,
+                    least=max(1, problem.least),
                 )
                 for kind, devices in enumerate(problem.kinds)
             )

@@ -63,3 +63,25 @@ def refused(group: dist.ProcessGroup | None, rank: int, most: int) -> tuple[str,
     total = torch.ones(())
     dist.all_reduce(total)
     return kind, words, is_as_found and model.layer.weight.grad is None, total.item() == dist.get_world_size()
+
+
+class ReadingNormed(nn.Module):
+    """BatchNorm, which refuses a single sample, and a value that is read: its trials run on real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.sum().isfinite().item():
+            raise ValueError("no numbers")
+        output: Tensor = self.layers(x)
+        return output
+
+
+def tuned_normed(group: dist.ProcessGroup | None, size: int) -> TuneResult:
+    """Such a model on two cards, by batches of so many samples."""
+    loader = [(torch.randn(size, 64), torch.randint(8, (size,)))]
+    options = OPTIONS | {"global_batch_size": None}
+    return autotune(ReadingNormed(), loader, devices=DEVICES, **options)
