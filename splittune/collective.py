@@ -201,6 +201,7 @@ def _facts_of(task: TrainingTask, job: JobFacts, devices: str, options: SearchOp
         },
         "the model": (signature_of(task.model), same_job),
         "the job": (job.title, same_job),
+        "the gradient scaler": ("none" if task.grad_scaler is None else "given", same_job),
         "the batch size": (f"{size}", same_job),
         "the loader's batch size": (f"{job.loader_batch_size}", same_job),
         "the devices": (devices, alike),

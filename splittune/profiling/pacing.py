@@ -38,7 +38,9 @@ class Step(Protocol):
     """What a trial runs: `TrainingStep`, or one that only acts it out."""
 
     split: BatchSplit
-    num_skipped: int
+
+    @property
+    def num_skipped(self) -> int: ...
 
     def micro_step(self, num_samples: int | None = None, *, last: bool = True) -> None: ...
 
@@ -110,7 +112,7 @@ class Pacer:
                 continue
             num_rounds = len(recorder.times_s["update"])
             has_ended = self._is_cut_short(step, recorder, num_rounds) or self._is_enough(step, recorder, num_rounds)
-        _note_skipped(step, recorder)
+        note_skipped(step.num_skipped, recorder)
 
     def run_whole_steps(self, step: Step, recorder: Recorder) -> None:
         """Complete optimizer steps, every micro-batch included."""
@@ -128,7 +130,7 @@ class Pacer:
                 num_steps += 1
             else:
                 recorder.drop_latest(whole_step=1)
-        _note_skipped(step, recorder)
+        note_skipped(step.num_skipped, recorder)
 
     def _run_round(self, step: Step, recorder: Recorder, num_micro_steps: int) -> bool:
         """One round in parts and, on a real clock, once more unbroken; False if a step of them was skipped."""
@@ -198,9 +200,10 @@ def _run_first_step(step: Step, recorder: Recorder) -> None:
         has_updated = step.took_effect()
 
 
-def _note_skipped(step: Step, recorder: Recorder) -> None:
-    if step.num_skipped:
-        steps = "1 step was" if step.num_skipped == 1 else f"{step.num_skipped} steps were"
+def note_skipped(num_skipped: int, recorder: Recorder) -> None:
+    """Say how many steps were skipped, where any were."""
+    if num_skipped:
+        steps = "1 step was" if num_skipped == 1 else f"{num_skipped} steps were"
         recorder.notes.append(f"{steps} skipped by the gradient scaler, whose scale was too large, and not timed.")
 
 

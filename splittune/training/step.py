@@ -7,16 +7,13 @@ from typing import Any
 
 from torch import optim
 
-from splittune.errors import ConfigError
 from splittune.parallel.base import SplitModule
 from splittune.split import BatchSplit
 from splittune.training.batches import SampleBatch
 from splittune.training.loss import check_loss
 from splittune.training.mean_loss import loss_exponent
+from splittune.training.skipped import SkippedUpdates
 from splittune.training.task import TrainingTask
-
-# Every skip halves the scale: so many take torch's first one, 2**16, below float16's smallest number, 2**-24.
-MAX_SKIPPED_IN_A_ROW = 40
 
 
 class TrainingStep:
@@ -31,14 +28,11 @@ class TrainingStep:
         samples: SampleBatch,
     ) -> None:
         self.split = split
-        self.num_skipped = 0
-        """Updates that the gradient scaler skipped, of those that `took_effect` was asked about."""
         self._task, self._model, self._optimizer, self._samples = task, model, optimizer, samples
         self._batches = {size: samples.micro_batch(size) for size in sorted(set(split.micro_batch_sizes))}
         self._loss_was_checked = False
         self._latest: tuple[Any, ...] = ()
-        self._scale = 1.0 if task.grad_scaler is None else task.grad_scaler.get_scale()
-        self._num_skipped_in_a_row = 0
+        self._skipped = SkippedUpdates(task)
 
     def micro_step(self, num_samples: int | None = None, *, last: bool = True) -> None:
         """Forward and backward of one micro-batch, the largest unless told; its gradient weighs as its samples do.
@@ -63,6 +57,11 @@ class TrainingStep:
         """The optimizer's update, and the gradients given back."""
         self._task.update(self._optimizer)
 
+    @property
+    def num_skipped(self) -> int:
+        """Updates that the gradient scaler skipped, of those that `took_effect` was asked about."""
+        return self._skipped.count
+
     def took_effect(self) -> bool:
         """Whether the latest update was made; False where the gradient scaler skipped it, which lowers its scale.
 
@@ -71,22 +70,7 @@ class TrainingStep:
         Raises:
             ConfigError: more than 40 were skipped in a row, so no scale will do.
         """
-        scaler = self._task.grad_scaler
-        if scaler is None:
-            return True
-        before, self._scale = self._scale, scaler.get_scale()
-        if self._scale >= before:
-            self._num_skipped_in_a_row = 0
-            return True
-        self.num_skipped += 1
-        self._num_skipped_in_a_row += 1
-        if self._num_skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
-            raise ConfigError(
-                f"the gradient scaler skipped {self._num_skipped_in_a_row} steps in a row, and its scale is "
-                f"{self._scale:g}: expected finite gradients at some scale. Check the model for operations that "
-                "overflow in half precision, or train in torch.bfloat16, which needs no scaler."
-            )
-        return False
+        return self._skipped.took_effect()
 
     def loss_exponent(self) -> int | None:
         """How the loss grows with the samples, up to a micro-batch: 0 for a mean, 1 for a sum; see `mean_loss`."""

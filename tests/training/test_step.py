@@ -14,7 +14,7 @@ from torch.nn import functional
 from splittune.errors import ConfigError
 from splittune.split import BatchSplit
 from splittune.training import TrainingTask, read_batches
-from splittune.training.step import MAX_SKIPPED_IN_A_ROW
+from splittune.training.skipped import MAX_SKIPPED_IN_A_ROW
 from tests.training.job import BATCH, make_model, step_of, task, two_steps
 
 

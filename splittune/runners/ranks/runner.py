@@ -183,7 +183,7 @@ class RanksProfiler:
             memory=tuple(replace(run.memory[0], device=rank) for rank, run in enumerate(runs)),
             device_busy_s=proven.device_busy_s,
             num_alloc_retries=sum(run.num_alloc_retries for run in runs),
-            notes=proven.notes,
+            notes=(*proven.notes, *runs[0].notes),  # of steps that were skipped, which all ranks did together
         )
         return measured.judged(self.min_headroom_bytes)
 

@@ -8,12 +8,13 @@ from typing import Any
 from torch import optim
 
 from splittune.hardware import Hardware
-from splittune.profiling.pacing import MIN_WHOLE_STEPS
+from splittune.profiling.pacing import MIN_WHOLE_STEPS, note_skipped
 from splittune.profiling.recorder import Recorder
 from splittune.ranks.module import DistributedSplit
 from splittune.split import BatchSplit
 from splittune.split.rank_part import rank_part
 from splittune.training import SampleBatch, TrainingTask
+from splittune.training.skipped import SkippedUpdates
 
 # Steps before those that are timed, on every rank as many: in the first DistributedDataParallel arranges its buckets
 # anew. A choice; more cost time, and the median passes over what a slow fourth adds.
@@ -42,6 +43,25 @@ class RankStep:
         self._batches = {size: samples.micro_batch(max(1, size)) for size in sorted(set(self._sizes))}
         self._each = split.num_devices / split.global_batch_size
         self._latest: tuple[Any, ...] = ()
+        self._skipped = SkippedUpdates(task, self._on_all)
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that the gradient scaler skipped, of those that `took_effect` was asked about."""
+        return self._skipped.count
+
+    def took_effect(self) -> bool:
+        """Whether the latest step was taken on all ranks; a collective where the job has a gradient scaler.
+
+        Raises:
+            ConfigError: more than 40 were skipped in a row; on all ranks.
+        """
+        return self._skipped.took_effect()
+
+    def _on_all(self, took_effect: bool) -> bool:
+        # the sum of gradients is the same everywhere, and so is the verdict: but a rank that saw another one would run
+        # more steps than the others, and wait for them
+        return self._model.sum_over_ranks(float(not took_effect)) == 0
 
     def whole(self) -> None:
         """A complete optimizer step."""
@@ -54,12 +74,23 @@ class RankStep:
 
 
 def run_whole_steps(step: RankStep, hardware: Hardware) -> Recorder:
-    """A few steps to warm up, then those that are timed: on every rank as many, or one would wait for the others."""
+    """A few steps to warm up, then those that are timed: on every rank as many, or one would wait for the others.
+
+    A step that the job's gradient scaler skips is run again: it has no update, and would look shorter than one is.
+    """
     recorder = Recorder(hardware)
-    for _ in range(NUM_WARM_UP_STEPS):
+    num_done = 0
+    while num_done < NUM_WARM_UP_STEPS:
         with recorder.phase("warm_up"):
             step.whole()
-    for _ in range(MIN_WHOLE_STEPS):
+        num_done += step.took_effect()
+    num_done = 0
+    while num_done < MIN_WHOLE_STEPS:
         with recorder.phase("whole_step"):
             step.whole()
+        if step.took_effect():
+            num_done += 1
+        else:
+            recorder.drop_latest(whole_step=1)
+    note_skipped(step.num_skipped, recorder)
     return recorder

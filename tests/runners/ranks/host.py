@@ -21,7 +21,7 @@ from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
 from splittune.parallel import BalancedDataParallel
 from splittune.split import BatchSplit
 
-FORWARD_S, READING_S = 1e-3, 1e-5
+FORWARD_S, READING_S, UPDATE_S = 1e-3, 1e-5, 5e-3
 BASE_BYTES, SAMPLE_BYTES, TOTAL_BYTES = 100_000, 10_000, 1_000_000
 
 
@@ -52,6 +52,10 @@ class HostHardware:
         if BASE_BYTES + SAMPLE_BYTES * num_samples > self.devices[0].total_bytes:
             raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 1 MB")
         self._now_s += FORWARD_S + self.slow_s * num_samples
+
+    def took_update(self) -> None:
+        """What a scaler tells of each update."""
+        self._now_s += UPDATE_S
 
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         return BalancedDataParallel(module=model, shard_sizes=split.shard_sizes, device_ids=["cpu"])
@@ -125,14 +129,47 @@ class Telling(nn.Module):
         return output
 
 
+class SkipsTogether(torch.amp.GradScaler):
+    """Skips the given synchronised steps, in each run of them, as if the sum of the gradients had overflowed.
+
+    On one `rank` alone where that is named. A skipped step takes no update's time of the card.
+    """
+
+    def __init__(self, card: HostHardware, numbers: tuple[int, ...], rank: int | None = None) -> None:
+        super().__init__("cpu", init_scale=2.0**20)
+        self.card, self.numbers = card, numbers if rank in (None, dist.get_rank()) else ()
+        self.num_steps, self.is_skipped = 0, False
+
+    def step(self, optimizer: optim.Optimizer) -> None:  # type: ignore[override]
+        self.num_steps = self.num_steps + 1 if _is_synchronised() else 0
+        self.is_skipped = self.num_steps in self.numbers
+        if not self.is_skipped:
+            self.card.took_update()
+            optimizer.step()
+
+    def update(self, new_scale: object = None) -> None:
+        if self.is_skipped:
+            self._init_scale /= 2
+
+    def get_scale(self) -> float:
+        return self._init_scale
+
+
 def _is_synchronised() -> bool:
     return any(frame.name == "_run_whole_steps" for frame in traceback.extract_stack())
 
 
 def tuned_on_hosts(
-    group: dist.ProcessGroup | None, slow_s: tuple[float, ...], options: dict[str, Any], faults: tuple[str, ...] = ()
+    group: dist.ProcessGroup | None,
+    slow_s: tuple[float, ...],
+    options: dict[str, Any],
+    faults: tuple[str, ...] = (),
+    skips: Any = None,
 ) -> tuple[TuneResult | None, str, str, bool]:
-    """The result on this rank, or the error's type and words; and whether the job is as it was found."""
+    """The result on this rank, or the error's type and words; and whether the job is as it was found.
+
+    `skips` are those of `SkipsTogether`: its numbers and its rank.
+    """
     from splittune import collective
     from splittune.profiling import pacing
 
@@ -147,7 +184,12 @@ def tuned_on_hosts(
     result, kind, words = None, "", ""
     try:
         result = autotune(
-            model, [(torch.randn(24, 16), torch.randn(24, 16))], strategy="ddp", progress=False, **options
+            model,
+            [(torch.randn(24, 16), torch.randn(24, 16))],
+            strategy="ddp",
+            progress=False,
+            grad_scaler=None if skips is None else SkipsTogether(card, *skips),
+            **options,
         )
     except Exception as error:  # noqa: BLE001  whatever it is, is told
         kind, words = type(error).__name__, str(error)

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from tests.ranks.pool import Pool, pool_of
-from tests.runners.ranks.host import tuned_on_hosts
+from tests.runners.ranks.host import UPDATE_S, tuned_on_hosts
 
 SPEEDS = (0.0002, 0.0006)
 OPTIONS: dict[str, Any] = {"global_batch_size": 96, "max_trials": 5}
@@ -34,6 +34,20 @@ def test_the_slower_card_gets_the_smaller_share(pool: Pool, tmp_path: Path) -> N
     table = pd.read_csv(tmp_path / "devices.csv")
     assert list(table["rank"]) == [0, 1] * len(first.trials)
     assert table["node"].nunique() == 1
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_synchronised_step_that_was_skipped_is_run_again(pool: Pool, rank: int | None) -> None:
+    """On all ranks, also where one alone skips it: the times are of steps that were taken, and a note says so."""
+    found = pool.run(tuned_on_hosts, SPEEDS, OPTIONS, (), ((2, 5, 6), rank))
+    assert [words for _, _, words, _ in found] == ["", ""]
+    first, second = (result for result, *_ in found)
+    assert first is not None
+    assert first == second
+    best = first.best
+    assert len(best.whole_step_times_s) == 5
+    assert max(best.whole_step_times_s) - min(best.whole_step_times_s) < UPDATE_S / 2
+    assert best.notes[-1] == "3 steps were skipped by the gradient scaler, whose scale was too large, and not timed."
 
 
 def test_a_rank_that_runs_out_of_memory_costs_a_trial(pool: Pool) -> None:
