@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ def test_ranks_are_tuned_on_virtual_cards(tmp_path: Path) -> None:
     assert result.config.strategy == "ddp"
     assert result.best.split.shard_sizes[0] < result.best.split.shard_sizes[1]
     assert "gradient_as_bucket_view=True" in result.explanation
+    for named in (r"The fullest card is GPU \d \(", r"The slowest rank is \d, (T4|A10): its", "The all-reduce of"):
+        assert re.search(named, result.explanation), named
     result.save(tmp_path)
     assert SplitConfig.load(tmp_path / "split.json") == result.config
     assert sorted(path.name for path in tmp_path.iterdir()) == [

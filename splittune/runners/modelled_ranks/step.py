@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from splittune.hardware.virtual import VirtualHardware
 from splittune.hardware.virtual.ring import LastMicroStep, Ring, all_reduce_end_s
@@ -81,7 +82,11 @@ class RankTrials:
             outcome=Outcome.OK,
             micro_step_times_s=(slowest_s,),
             update_times_s=(synced_s + update_s - steps * slowest_s,),
-            notes=self._account_of(synced_s - first_s - steps * slowest_s) + self._state_to_deal_out(runs),
+            notes=(
+                *self._slowest_of(runs),
+                *self._account_of(synced_s - first_s - steps * slowest_s),
+                *self._state_to_deal_out(runs),
+            ),
         )
 
     def _state_to_deal_out(self, runs: Sequence[Measurement]) -> tuple[str, ...]:
@@ -91,6 +96,23 @@ class RankTrials:
         if self.ring.num_ranks == 1 or state.total_bytes < _MUCH_STATE * fullest.peak_reserved_bytes:
             return ()
         return tuple(filter(None, [state.if_dealt_out(self.ring.num_ranks)]))
+
+    def _slowest_of(self, runs: Sequence[Measurement]) -> tuple[str, ...]:
+        """Which rank the others wait for, and how long; of ranks that take the same, that."""
+        if self.ring.num_ranks == 1:
+            return ()
+        times_s = [run.micro_step_time_s or 0.0 for run in runs]
+        slowest_s = max(times_s)
+        if min(times_s) == slowest_s:
+            return (f"No rank waits for another: all take {format_time(slowest_s)} (modelled) for a micro-step.",)
+        rank = times_s.index(slowest_s)
+        card = next(kind.gpu.name for kind in self.kinds if rank in kind.devices)
+        others_s = median(times_s[:rank] + times_s[rank + 1 :])
+        who = (
+            f"The slowest rank is {rank}, {card}: its micro-steps take {format_time(slowest_s)} (modelled), those of "
+            f"the others {format_time(others_s)} in the median."
+        )
+        return (who,)
 
     def _account_of(self, left_s: float) -> tuple[str, ...]:
         if self.ring.num_ranks == 1:

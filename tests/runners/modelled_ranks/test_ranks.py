@@ -19,7 +19,7 @@ from splittune.runners.modelled_ranks.kinds import kinds_of
 from splittune.runners.modelled_ranks.one_card import OneCardTrials
 from splittune.runners.modelled_ranks.step import RankTrials
 from splittune.runners.modelled_ranks.zero import OptimizerState
-from splittune.units import MIB
+from splittune.units import MIB, format_time
 from tests.runners.modelled_ranks.jobs import PARAMETER_BYTES, products, square
 
 # Adam counts its steps in 4 bytes for each parameter.
@@ -91,8 +91,25 @@ def test_a_step_is_the_slowest_rank_and_the_bucket_that_is_left_over() -> None:
     update_s = max(run.update_time_s or 0.0 for run in each)
     assert found.micro_step_time_s == slowest_s
     assert found.step_time_s == pytest.approx(slowest_s + ring.all_reduce_s(PARAMETER_BYTES) + update_s)
-    assert "The all-reduce of 4.0 MiB over links of 15.8 GB/s" in found.notes[0]
-    assert "gradient_as_bucket_view=True frees 4.0 MiB on each" in found.notes[1]
+    assert found.notes[0].startswith("The slowest rank is 0, T4: its micro-steps take ")
+    assert "The all-reduce of 4.0 MiB over links of 15.8 GB/s" in found.notes[1]
+    assert "gradient_as_bucket_view=True frees 4.0 MiB on each" in found.notes[2]
+
+
+def test_the_slowest_rank_is_named_with_the_median_of_the_others() -> None:
+    """By its card's name, wherever it stands; ranks that take the same have none, and a rank by itself says nothing."""
+    with ranks_on(square(), "3xA10,1xT4") as ranks:
+        found = ranks.measure(split_of(8, 512, 8, 4096))
+        slow, others = (ranks.card(kind, share, accumulates=False) for kind, share in ((1, 4096), (0, 8)))
+        times = [format_time(run.micro_step_time_s or 0.0) for run in (slow, others)]
+    assert found.notes[0] == (
+        f"The slowest rank is 3, T4: its micro-steps take {times[0]} (modelled), those of the others {times[1]} in the "
+        "median."
+    )
+    with ranks_on(square(), "2xT4") as ranks:
+        assert ranks.measure(split_of(64, 64)).notes[0].startswith("No rank waits for another: all take ")
+    with ranks_on(square(), "1xT4") as ranks:
+        assert ranks.measure(split_of(64)).notes == ()
 
 
 def test_accumulation_waits_for_one_all_reduce_a_step() -> None:
