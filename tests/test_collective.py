@@ -97,6 +97,15 @@ def test_an_exception_of_the_users_ends_it_on_all_ranks(pool: Pool, rank: int) -
         ({"seed": 3}, "the ranks differ in the seed: '0' on rank 0, '3' on rank 1"),
         ({"max_trials": 5}, "the ranks differ in the options"),
         ({"devices": "2xT4"}, "the ranks differ in the devices"),
+        (
+            {"versions": {"torch": "1.0"}},
+            r"the ranks differ in the version of torch: '2\..*' on rank 0, '1.0' on rank 1. I",
+        ),
+        (
+            {"versions": {"splittune": "9"}},
+            "the ranks differ in the version of splittune: .* on rank 0, '9' on rank 1. I",
+        ),
+        ({"is_scaled": True}, "the ranks differ in the gradient scaler: 'none' on rank 0, 'given' on rank 1"),
         ({"devices": "3xT4"}, "rank 1: devices names 3 cards, and the process group has 2 ranks"),
         ({"devices": "1xT4"}, "rank 1: devices names 1 card, and the process group has 2 ranks"),
         ({"strategy": "either"}, 'rank 1: strategy is "either" in a process group of 2 ranks'),

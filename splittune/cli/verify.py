@@ -57,14 +57,17 @@ def verify(
         check_writable(split.parent)
     place = place_of()
     if place is not None or config.strategy == "ddp":
+        if place is not None:
+            check_strategy(place, config.strategy)
         if eval_batch_size:
+            shares = "+".join(map(str, config.split.shard_sizes))
             raise ConfigError(
-                '--eval-batch-size is for one process, and the config says strategy="ddp": expected none. A rank '
-                "evaluates its own share. Leave it out."
+                '--eval-batch-size was given with a config for ranks, strategy="ddp": expected none, for it is a batch '
+                "that one process shares out among its cards, and a rank evaluates batches of its own on one. Leave it "
+                f"out, and evaluate up to {shares} samples at once, rank by rank: verify runs those."
             )
         if place is None:
             launch_this(config.split.num_devices, max_restarts=0)
-        check_strategy(place, config.strategy)
         _verify_as_rank(place, config, job, devices, steps, quiet=quiet)
         return
     log_above_the_bar(logging.WARNING if quiet else logging.INFO)

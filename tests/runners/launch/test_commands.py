@@ -142,6 +142,22 @@ def test_what_does_not_go_with_a_launcher_is_refused(
     assert words in ended.err
 
 
+@pytest.mark.parametrize("environment", [{}, {"RANK": "1", "WORLD_SIZE": "2"}])
+def test_verify_on_ranks_measures_no_evaluation_batch_size(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    """It says why, and which batches a rank can evaluate; before anything is started or waited for."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = config().save(tmp_path / "split.json").read_bytes()
+    ended = run("verify", "split.json", "job.py:make_task", "--eval-batch-size")
+    assert ended.code == 2
+    said = " ".join(ended.err.split())
+    assert "a batch that one process shares out among its cards, and a rank evaluates batches of its own" in said
+    assert "evaluate up to 3+5 samples at once, rank by rank" in said
+    assert (tmp_path / "split.json").read_bytes() == before
+
+
 def test_a_process_by_itself_has_no_place() -> None:
     """And one of a launch has that of its environment."""
     assert place_of({}) is None

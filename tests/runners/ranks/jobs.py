@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from splittune import TuneResult, autotune
+from splittune import TuneResult, autotune, collective
 from splittune.report.tables import devices_table, trials_table
 from tests.runners.modelled_ranks.jobs import products
 
@@ -23,11 +24,15 @@ def tuned(group: dist.ProcessGroup | None, devices: str = DEVICES, **options: An
 
 
 def tuned_with(group: dist.ProcessGroup | None, options: dict[str, Any]) -> TuneResult:
-    """The same with other options, which a rank may have for itself."""
+    """The same with other options, which a rank may have for itself: `versions` are those that it finds installed."""
     given = dict(options)
-    width = given.pop("width", 512)
-    task = products(width)
-    return autotune(task.model, task.loader, **{"devices": DEVICES, **OPTIONS} | given)
+    task = products(given.pop("width", 512))
+    found = collective.current_versions() | given.pop("versions", {})
+    if given.pop("is_scaled", False):
+        given["grad_scaler"] = torch.amp.GradScaler("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collective, "current_versions", lambda: found)
+        return autotune(task.model, task.loader, **{"devices": DEVICES, **OPTIONS} | given)
 
 
 def tables(result: TuneResult) -> tuple[str, str]:
