@@ -12,13 +12,13 @@ from datetime import timedelta
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from splittune.cards import kind_of_cards
 from splittune.errors import ConfigError
 from splittune.runners.launch.attempts import EXIT_TOO_LONG
 from splittune.runners.launch.place import Place
+from splittune.runners.launch.start import store_of_start
 from splittune.runners.ranks.crew import Member
 from splittune.runners.ranks.orders import Answer, Order, WholeSteps
 from splittune.runners.worker.main import end_with
@@ -49,10 +49,10 @@ def joined(place: Place, *, on_cards: bool, collective_timeout_s: float) -> Iter
     timeout = timedelta(seconds=collective_timeout_s)
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        # Torch's launcher gives every start the same store: without a prefix ranks may find an ended one's address.
-        store = PrefixStore(f"start_{place.num_starts}", store)
+        # in the launcher's own store ranks may find an ended one's address
+        store = store_of_start(store, rank, world_size, timeout_s=collective_timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise ConfigError(
             f"rank {place.rank} of {place.world_size} cannot join the process group: {error}. Expected the addresses "
             "of torchrun in the environment, and every rank to be started."
