@@ -29,11 +29,32 @@ class Model(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).double()
         self.act, self.num_calls = act, 0
 
+    def fall(self, rank: str) -> None:
+        """Rank 1 is killed once those of the other machine are in a trial, where they stay until they are ended."""
+        others = [Path(f"at_work{number}") for number in "0123" if not self.is_beside(number)]
+        if Path("fallen").exists() or not rank:
+            return
+        if rank == "1":
+            while not all(path.exists() for path in others):
+                time.sleep(0.02)
+            Path("fallen").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif not self.is_beside(rank):
+            Path(f"at_work{rank}").touch()
+            time.sleep(600)
+
+    @staticmethod
+    def is_beside(rank: str) -> bool:
+        """Whether it is on rank 1's machine: of two with two ranks each the first."""
+        return rank in "01"
+
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         if self.act and os.environ.get("RANK"):
             (Path(f"pid{os.environ['RANK']}.part")).write_text(f"{os.getpid()}")
             Path(f"pid{os.environ['RANK']}.part").rename(f"pid{os.environ['RANK']}")
+        if self.act == "killed beside others" and self.num_calls == 2:
+            self.fall(os.environ.get("RANK", ""))
         is_there = os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if is_there and self.num_calls == 2:
             if self.act == "killed":
@@ -58,6 +79,10 @@ def make_task(act: str = "") -> TrainingTask:
 
 def killed() -> TrainingTask:
     return make_task("killed")
+
+
+def killed_beside_others() -> TrainingTask:
+    return make_task("killed beside others")
 
 
 def waits() -> TrainingTask:

@@ -21,6 +21,8 @@ from tests.runners.launch.launched_job import Model, command, loader
 ROOT = Path(__file__).parents[3]
 JOB = (Path(__file__).parent / "launched_job.py").read_text(encoding="utf-8")
 TWO, FOUR = "1xT400-4GB,1xRTX3090", "2xT400-4GB,2xRTX3090"
+ALIKE = "4xT400-4GB"
+"""Of cards of one kind all are at work in each trial."""
 Tried = Callable[[str, str, str, str], None]
 Process = subprocess.Popen[bytes]
 
@@ -55,9 +57,9 @@ def logs(folder: Path) -> str:
     return "\n".join(log.read_text() for log in sorted(folder.glob("log*.txt")))
 
 
-def tune_alone(folder: Path) -> str:
+def tune_alone(folder: Path, devices: str = FOUR) -> str:
     """The trials of a search in one process, on modelled ranks."""
-    with started([["-m", *command(FOUR, "alone")]], folder) as (process,):
+    with started([["-m", *command(devices, "alone")]], folder) as (process,):
         assert process.wait(DEADLINE_S) == 0, logs(folder)
     return (folder / "alone" / "trials.csv").read_text()
 
@@ -118,6 +120,25 @@ def test_the_command_starts_its_ranks_again(tmp_path: Path, tried: Tried) -> Non
     tried(
         "SIGKILL of a rank", "on ranks that the command started", "the search goes on", "its launcher says how it ended"
     )
+
+
+def test_torchruns_of_two_machines_start_their_ranks_again(tmp_path: Path, tried: Tried) -> None:
+    """A rank of one is killed while those of the other are at work: all are started again, with the same trials.
+
+    The other machine's torchrun has not seen a failure, and counts no restart.
+    """
+    alone = tune_alone(tmp_path, ALIKE)
+    met = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "1"]
+    met += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    line = ["-m", *command(ALIKE, "out", "kept"), "--trial-timeout-s", "60"]
+    line[line.index("launched_job.py:make_task")] = "launched_job.py:killed_beside_others"
+    lines = [["-m", "torch.distributed.run", *met, "--rdzv-conf", f"is_host={host}", *line] for host in (1, 0)]
+    with started(lines, tmp_path) as both:
+        assert [process.wait(DEADLINE_S) for process in both] == [0, 0], logs(tmp_path)
+    assert "exitcode: -9" in logs(tmp_path)
+    assert "cannot join the process group" not in logs(tmp_path)
+    assert (tmp_path / "out" / "trials.csv").read_text() == alone
+    tried("SIGKILL of a rank", "on ranks of two torchruns", "the search goes on", "the trials of one process")
 
 
 @pytest.mark.parametrize("by", ["the command", "torchrun, of two machines one"])
