@@ -227,9 +227,9 @@ def check_trainer(trainer: Any) -> None:
 def _other_release(what: str) -> ConfigError:
     tried = TOOLS["transformers"].tried_with
     return ConfigError(
-        f"{what} in Transformers {version('transformers')}: expected what {tried} has, with which this mix-in was tried. "
-        f"Use that one (pip install 'transformers=={tried}'), a newer splittune, or a loop of your own with config.wrap "
-        "and config.micro_batches."
+        f"{what} in Transformers {version('transformers')}: expected what {tried} has, with which this mix-in was "
+        f"tried. Use that one (pip install 'transformers=={tried}'), a newer splittune, or a loop of your own with "
+        "config.wrap and config.micro_batches."
     )
 
 
