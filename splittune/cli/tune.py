@@ -37,11 +37,12 @@ from splittune.options import (
     StrategyChoice,
     strategies_of,
 )
+from splittune.profiling.measurement import Outcome
 from splittune.report import TuneResult, save_tables
 from splittune.report.console import show_notes, show_result
-from splittune.report.page import save_failed_report
+from splittune.report.page import save_tables_report
 from splittune.report.progress import ConsoleCallback, SilentCallback
-from splittune.runners.base import DeviceView, Runner
+from splittune.runners.base import DeviceSnapshot, Runner
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.launch.attempts import Attempts, NotingJournal
 from splittune.runners.launch.place import Place, place_of, refuse_nested
@@ -186,10 +187,12 @@ def tune_and_save(
             result = search(callback)
     except BaseException as error:
         if callback.cards is not None and callback.trials:
-            save_tables(out, callback.trials, callback.cards.devices, is_modelled=callback.cards.is_modelled)
+            cards = callback.cards
+            save_tables(out, callback.trials, cards.devices, is_modelled=cards.is_modelled, nodes=cards.nodes)
             say(f"Finished trials kept in {out}/trials.csv: {len(callback.trials)}.")
-            if isinstance(error, NoFeasibleSplitError):
-                say(f"What was tried: {save_failed_report(out)}")
+            fits = any(trial.measurement.outcome is Outcome.OK for trial in callback.trials)
+            if fits or isinstance(error, NoFeasibleSplitError):
+                say(f"What was tried: {save_tables_report(out)}")
         if isinstance(error, KeyboardInterrupt):
             say("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -262,13 +265,13 @@ class _KeepingCallback:
 
     def __init__(self, callback: TuneCallback) -> None:
         self.trials: list[Trial] = []
-        self.cards: DeviceView | None = None
+        self.cards: DeviceSnapshot | None = None
         self.on_measure = callback.on_measure
         self.on_activity = callback.on_activity
         self.on_end = callback.on_end
         self._callback = callback
 
-    def on_start(self, cards: DeviceView, space: SplitSpace, max_trials: int) -> None:
+    def on_start(self, cards: DeviceSnapshot, space: SplitSpace, max_trials: int) -> None:
         self.cards = cards
         self._callback.on_start(cards, space, max_trials)
 

@@ -33,10 +33,10 @@ from splittune.units import format_bytes, format_time
 
 
 def search_page(files: SearchFiles) -> str:
-    """``report.html`` of a search."""
-    if files.config is None or files.found is None:
-        return _failed_page(files)
+    """``report.html`` of a search that found a split."""
     config, found = files.config, files.found
+    assert config is not None, "without one the tables alone are reported"
+    assert found is not None, "it was read with the config"
     tuned, even = _tuned_cards(config, found), _even_cards(config, found)
     numbers = memory_tables(f"The tuned split, {shape_of(found.best.split)}.", tuned)
     if even and found.baseline is not None:
@@ -48,7 +48,7 @@ def search_page(files: SearchFiles) -> str:
         _why(found),
         pictured(pictures["memory"], *numbers) if "memory" in pictures else None,
         _pictured_modules(found),
-        *_pictured_trials(pictures, files.trials, row_of(files.trials, found.best)),
+        *pictured_trials(pictures, files.trials, row_of(files.trials, found.best)),
     ]
     return document(f"splittune: {_headline(found)}", body, _footer(config))
 
@@ -60,9 +60,7 @@ def _pictured_modules(found: Found) -> Markup | None:
     return pictured(modules_picture(found.modules, samples), modules_table(found.modules, samples))
 
 
-def _pictured_trials(
-    pictures: Mapping[str, Picture], trials: Sequence[TrialRow], best: TrialRow | None
-) -> list[Markup]:
+def pictured_trials(pictures: Mapping[str, Picture], trials: Sequence[TrialRow], best: TrialRow | None) -> list[Markup]:
     """The pictures of a step and of the search, the last with every trial beneath."""
     shown = [pictured(pictures[name]) for name in ("step", "map") if name in pictures]
     if "history" in pictures:
@@ -76,7 +74,7 @@ def search_pictures(files: SearchFiles) -> dict[str, Picture]:
     """The pictures of a search, by name: those whose figures are known."""
     config, found = files.config, files.found
     pictures: dict[str, Picture] = {}
-    best = baseline = None
+    best, baseline = fastest_of(files.trials), None
     if config is not None and found is not None:
         best, baseline = row_of(files.trials, found.best), row_of(files.trials, found.baseline)
         tuned = _tuned_cards(config, found)
@@ -92,6 +90,12 @@ def search_pictures(files: SearchFiles) -> dict[str, Picture]:
         if any(row.throughput is not None for row in files.trials):
             pictures["history"] = history(files.trials, even_rate, stopped)
     return pictures
+
+
+def fastest_of(trials: Sequence[TrialRow]) -> TrialRow | None:
+    """The trial of most samples a second among those that fit."""
+    fitting = [row for row in trials if row.fits and row.throughput is not None]
+    return max(fitting, key=lambda row: row.throughput or 0.0, default=None)
 
 
 def row_of(trials: Sequence[TrialRow], run: Measurement | None) -> TrialRow | None:
@@ -246,20 +250,3 @@ def _names(config: SplitConfig) -> str:
 def _footer(config: SplitConfig) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(config.versions.items()))
     return [describe_model_error() if config.is_modelled else "", f"Written by splittune. Tuned with {versions}."]
-
-
-def _failed_page(files: SearchFiles) -> str:
-    """Of a search in which nothing fitted."""
-    kind = "modelled" if files.is_modelled else "measured"
-    smallest = min(files.trials, key=lambda row: (row.micro_batch_size, max(row.shard_sizes)))
-    lead = (
-        f"{count_of(len(files.trials), 'trial')} ended, and none fitted. The smallest had "
-        f"{count_of(smallest.micro_batch_size, 'sample')} in a micro-batch: "
-        f"{cut(smallest.message or smallest.outcome.value, 300)}"
-    )
-    names = dict.fromkeys(card.device_name for card in files.cards)
-    body = [
-        headline(", ".join(cut(name, 60) for name in names), "No split fits", lead, kind),
-        *_pictured_trials(search_pictures(files), files.trials, None),
-    ]
-    return document("splittune: no split fits", body, ["Written by splittune."])

@@ -153,6 +153,13 @@ RANKS = Cards(tuple(f"NODE CARD {index % 3}" for index in range(64)), strategy="
 HOSTILE = Cards((SCRIPT, SCRIPT, "x" * 200, "plain"))
 
 
+def unfinished(folder: Path, cards: Cards = NORMAL) -> Path:
+    """A search that was interrupted: the tables of half its trials."""
+    result = search(cards, job=SCRIPT)
+    nodes = ("host<b>",) * len(cards.names) if cards.strategy == "ddp" else ()
+    return save_tables(folder, result.trials[:6], cards.devices, is_modelled=cards.is_modelled, nodes=nodes)
+
+
 def failed(folder: Path, cards: Cards = NORMAL) -> Path:
     """Nothing but failures: the tables alone."""
     splits = [BatchSplit.even(global_batch_size=64, accumulation_steps=steps, num_devices=4) for steps in (16, 8)]

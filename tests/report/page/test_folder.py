@@ -12,7 +12,8 @@ import pytest
 from splittune import ConfigError
 from splittune.report.capacity.files import save_capacity
 from splittune.report.capacity.table import capacity_table
-from splittune.report.page import save_failed_report, save_report
+from splittune.report.page import save_report, save_tables_report
+from splittune.report.page.search import rate_text
 from splittune.report.tables import save_csv
 from splittune.units import format_bytes
 from tests.report.capacity.rows import ONE_STEP, TUNED, lacking, lacking_row, ran, row, trials_of
@@ -107,7 +108,7 @@ def test_where_nothing_fits_the_tables_alone_are_reported(tmp_path: Path) -> Non
     assert "How the search went" not in page, "nothing was timed"
     folders.search(folders.NORMAL).save(tmp_path)
     folders.failed(tmp_path)
-    assert save_failed_report(tmp_path).read_text(encoding="utf-8") == page
+    assert save_tables_report(tmp_path).read_text(encoding="utf-8") == page
     with pytest.raises(ConfigError, match=r"trials\.csv has no trial of the split in split\.json.*Tune again"):
         save_report(tmp_path)
 
@@ -137,7 +138,7 @@ def broken(folder: Path, name: str, text: str | None) -> Path:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("split.json", None, r"no split\.json in .*though \d+ of 12 trials fitted"),
+        ("split.json", None, r"no split\.json in .*with 12 trials and a result\.json"),
         ("split.json", '{"schema": 99}', r"schema is 99, newer than this splittune reads"),
         ("split.json", "{", r"split\.json.*no complete JSON"),
         ("trials.csv", None, r"cannot read .*trials\.csv: No such file.*Is the path right"),
@@ -173,6 +174,24 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     save_csv(capacity_table([]), tmp_path / "capacity.csv")
     with pytest.raises(ConfigError, match=r"capacity\.csv has no row"):
         save_report(tmp_path)
+
+
+@pytest.mark.parametrize("cards", [folders.NORMAL, folders.MEASURED, folders.ONE, folders.HOSTILE])
+def test_of_a_search_that_was_interrupted_there_is_what_there_is(cards: folders.Cards, tmp_path: Path) -> None:
+    """The fastest so far, called so, and every trial; no config to train with, and how to go on."""
+    folders.unfinished(tmp_path, cards)
+    page = save_report(tmp_path).read_text(encoding="utf-8")
+    rates = [trial.measurement.throughput for trial in folders.search(cards, job=folders.SCRIPT).trials[:6]]
+    assert "<h1>The search is not finished</h1>" in page
+    assert f">{rate_text(max(rate for rate in rates if rate is not None))} samples/s<" in page
+    assert page.count("expected to gain 3.1 %") == 6
+    assert "split.json" not in page
+    assert "--storage FILE" in page
+    assert ("modelled" in page) == cards.is_modelled
+    saved = (tmp_path / "report.html").read_bytes()
+    folders.search(cards).save(tmp_path)
+    folders.unfinished(tmp_path, cards)
+    assert save_tables_report(tmp_path).read_bytes() == saved, "what an earlier search left is not mixed in"
 
 
 def test_a_plan_in_which_nothing_fits_says_so_first(tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ def pages(folder: Path) -> dict[str, str]:
     for name, result in saved.items():
         result.save(folder / name)
     save_report(folders.failed(folder / "failed"))
+    save_report(folders.unfinished(folder / "unfinished"))
     save_capacity([row(), lacking_row(), row(devices=folders.SCRIPT)], folder / "plan")
-    names = (*saved, "failed", "plan")
+    names = (*saved, "failed", "unfinished", "plan")
     return {name: (folder / name / REPORT_FILE).read_text(encoding="utf-8") for name in names}
 
 
