@@ -17,6 +17,7 @@ from splittune.report.page.search import history, split_map, tried_text
 from splittune.report.page.source import BusyRow, SearchFiles, TrialRow
 from splittune.report.page.step import StepTimes, step_picture
 from splittune.report.page.tables import memory_tables, trials_table
+from splittune.report.page.today import beside_today
 from splittune.report.result_file import Found
 from splittune.report.words import (
     CUT_SHORT,
@@ -46,6 +47,7 @@ def search_page(files: SearchFiles) -> str:
     body = [
         _answer(config, found, files.trials),
         _why(found),
+        beside_today(found.best, found.baseline, files.trials, _kind(config)),
         pictured(pictures["memory"], *numbers) if "memory" in pictures else None,
         _pictured_modules(found),
         *pictured_trials(pictures, files.trials, row_of(files.trials, found.best)),
@@ -118,7 +120,7 @@ def _even_cards(config: SplitConfig, found: Found) -> tuple[CardMemory, ...]:
 
 def _answer(config: SplitConfig, found: Found, trials: Sequence[TrialRow]) -> Markup:
     best, even = found.best, found.baseline
-    kind = "modelled" if config.is_modelled else "measured"
+    kind = _kind(config)
     cards = config.virtual_spec or _names(config)
     kicker = " · ".join(each for each in (found.job, cards) if each)
     steps = count_of(best.split.accumulation_steps, "accumulation step")
@@ -141,6 +143,10 @@ def _answer(config: SplitConfig, found: Found, trials: Sequence[TrialRow]) -> Ma
     do = section("Train with it", tag("pre", tag("code", code)), class_="do",
                  sentence="The config lies beside this page:")  # fmt: skip
     return tag("header", headline(kicker, _headline(found), _lead(found), kind), tiles(each), do)
+
+
+def _kind(config: SplitConfig) -> str:
+    return "modelled" if config.is_modelled else "measured"
 
 
 def search_answer(files: SearchFiles) -> tuple[str, str]:
