@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import cast, get_args
 
+from splittune.config.data import Strategy
 from splittune.config.files import read_text
 from splittune.errors import ConfigError
 from splittune.hardware.base import Device, DeviceMemory
+from splittune.report.capacity.strategies import Use, compared_uses
 from splittune.report.files import CAPACITY_FILE
 from splittune.report.memory_parts import MemoryParts
 from splittune.report.page.document import document, headline, pictured, section, tile, tiles
@@ -49,6 +52,8 @@ class PlanRow:
     why: str
     config: str
     message: str
+    use: Use
+    """What a comparison of strategies needs of it."""
 
     @property
     def machine(self) -> str:
@@ -75,12 +80,19 @@ def plan_page(rows: Sequence[PlanRow]) -> str:
     best = _best(rows)
     body = [
         _answer(rows),
-        section("Why", tag("p", best.why), class_="why") if best is not None and best.why else None,
+        _why(rows, best),
         *(pictured(picture, plan_table(rows) if name == "curves" else None) for name, picture in pictures.items()),
         section("What does not fit", *(tag("p", cut(text, 400)) for text in lacking)) if lacking else None,
     ]
     title = _headline(best)
     return document(f"splittune: {title}", body, [describe_model_error(), "Written by splittune."])
+
+
+def _why(rows: Sequence[PlanRow], best: PlanRow | None) -> Markup | None:
+    """What limits the best row, and of machines that were planned both ways which is faster."""
+    said = [] if best is None or not best.why else [best.why]
+    said += compared_uses([row.use for row in rows])
+    return section("Why", *(tag("p", text) for text in said), class_="why") if said else None
 
 
 def plan_pictures(rows: Sequence[PlanRow]) -> dict[str, Picture]:
@@ -239,6 +251,25 @@ def plan_row_of(cells: Mapping[str, str]) -> PlanRow:
         why=cells["why"] if cells["fits"] == "True" else "",
         config=cells["config"],
         message=cells["message"],
+        use=_use_of(cells),
+    )
+
+
+def _use_of(cells: Mapping[str, str]) -> Use:
+    even_steps = known(int, cells["even_accumulation_steps"])
+    if cells["strategy"] not in get_args(Strategy):
+        raise ValueError(f"strategy is {cells['strategy']!r}: expected one of {', '.join(get_args(Strategy))}")
+    return Use(
+        devices=cells["devices"],
+        strategy=cast("Strategy", cells["strategy"]),
+        global_batch_size=int(cells["global_batch_size"]),
+        is_given=not cells["even_fits"],
+        fits=cells["fits"] == "True",
+        accumulation_steps=known(int, cells["accumulation_steps"]) or 1,
+        micro_step_time_s=known(float, cells["micro_step_time_s"]),
+        step_time_s=known(float, cells["step_time_s"]),
+        throughput=known(float, cells["throughput_samples_per_s"]),
+        needs_splitting=even_steps is None or even_steps > 1,
     )
 
 

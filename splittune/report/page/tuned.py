@@ -202,7 +202,7 @@ def _how_sure(best: Measurement, even: Measurement | None, tried: str, *, is_mod
 
 def _why(found: Found) -> Markup:
     more = f"For more: {found.remedy}." if found.remedy else ""
-    said = [text for text in (*found.facts, more, found.foretold) if text]
+    said = [text for text in (*found.facts, *found.notes, more, found.foretold) if text]
     whole = tag("details", tag("summary", "The whole explanation"), tag("p", found.explanation))
     return section("Why", *(tag("p", text) for text in said), whole, class_="why")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from splittune import ConfigError
 from splittune.report.capacity.files import save_capacity
+from splittune.report.capacity.strategies import compared
 from splittune.report.capacity.table import capacity_table
 from splittune.report.page import save_report, save_tables_report
 from splittune.report.page.search import rate_text
@@ -201,6 +203,22 @@ def test_a_plan_in_which_nothing_fits_says_so_first(tmp_path: Path) -> None:
     assert "<h1>No split fits on any of these machines</h1>" in page
     assert page.count("device 1 lacked 2.00 GiB.") == 2
     assert "Memory of the fullest card" not in page
+
+
+def test_a_plan_of_both_strategies_says_which_is_faster_and_why(tmp_path: Path) -> None:
+    """For each machine and batch size the sentence that the console has, from the table alone."""
+    rows = [
+        row(),
+        row(strategy="ddp", best=ran(ONE_STEP, 0.3)),
+        lacking_row(),
+        row(strategy="ddp", global_batch_size=128),
+    ]
+    save_capacity(rows, tmp_path)
+    page = html.unescape(report_of(tmp_path))
+    sentences = compared(rows)
+    assert len(sentences) == 2
+    assert '2xCARD, batch 64: "ddp" is 1.67 times as fast as "dp" (modelled): it needs 1 accumulation step' in page
+    assert all(f"<p>{sentence}</p>" in page for sentence in sentences)
 
 
 def test_a_plan_of_given_splits_compares_them_with_nothing(tmp_path: Path) -> None:
