@@ -88,6 +88,7 @@ _DEVICES_TYPES = {
     "fixed_bytes": "Int64",
     "parameter_bytes": "Int64",
     "optimizer_bytes": "Int64",
+    "gradient_bytes": "Int64",
     "reserve_bytes": "Int64",
     "busy_s": "Float64",
     "outcome": "string",
@@ -178,6 +179,7 @@ def devices_table(
     | `fixed_bytes` | bytes | derived: the rest of the peak in forward and backward, which no batch size changes |
     | `parameter_bytes` | bytes | of `fixed_bytes`: parameters and buffers, a size of the model |
     | `optimizer_bytes` | bytes | of `fixed_bytes`, derived: what rests there besides parameters and gradients |
+    | `gradient_bytes` | bytes | of `fixed_bytes`, derived: gradients, in ranks with their buckets: at most their size |
     | `reserve_bytes` | bytes | peak reserved - peak allocated, both as read: what torch's allocator keeps besides |
     | `busy_s` | s | median time of a micro-step in which the device worked; see below |
     | `outcome` | | the trial's outcome, as in `trials.csv` |
@@ -303,6 +305,7 @@ def _parts_cells(parts: MemoryParts | None) -> dict[str, int | None]:
         "fixed_bytes": None if parts is None else parts.fixed_bytes,
         "parameter_bytes": None if parts is None else parts.parameter_bytes,
         "optimizer_bytes": None if parts is None else parts.optimizer_bytes,
+        "gradient_bytes": None if parts is None else parts.gradient_bytes,
     }
 
 

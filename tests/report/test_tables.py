@@ -156,7 +156,7 @@ def test_one_row_a_trial_and_device() -> None:
     assert len(frame) == 3 * 4
     row = frame.iloc[1].to_dict()
     planned = ("planned_peak_allocated_bytes", "planned_peak_reserved_bytes")
-    parts = ("share_bytes", "whole_batch_bytes", "fixed_bytes", "parameter_bytes", "optimizer_bytes")
+    parts = ("share_bytes", "whole_batch_bytes", "fixed_bytes", "parameter_bytes", "optimizer_bytes", "gradient_bytes")
     for name in (*planned, *parts, "update_peak_bytes", "single_step_peak_bytes", "resting_bytes"):
         assert pd.isna(row.pop(name))
     assert row.pop("reserve_bytes") == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from splittune.config.files import write_atomically
 from splittune.report.files import CAPACITY_FILE, REPORT_FILE, TRIALS_FILE
 from splittune.report.page.of_tables import page_of_tables
-from splittune.report.page.planned import plan_page, read_plan
+from splittune.report.page.planned import plan_page, read_modules, read_plan
 from splittune.report.page.source import read_search, read_tables
 from splittune.report.page.tuned import search_page
 
@@ -44,4 +44,4 @@ def save_tables_report(folder: str | os.PathLike[str]) -> Path:
 
 def save_plan_report(folder: str | os.PathLike[str]) -> Path:
     """`save_report` of a plan."""
-    return write_atomically(Path(folder) / REPORT_FILE, plan_page(read_plan(folder)))
+    return write_atomically(Path(folder) / REPORT_FILE, plan_page(read_plan(folder), read_modules(folder)))

@@ -14,16 +14,18 @@ from splittune.config.files import read_text
 from splittune.errors import ConfigError
 from splittune.hardware.base import Device, DeviceMemory
 from splittune.report.capacity.strategies import Use, compared_uses
-from splittune.report.files import CAPACITY_FILE
+from splittune.report.files import CAPACITY_FILE, MODULES_FILE
 from splittune.report.memory_parts import MemoryParts
 from splittune.report.page.document import document, headline, pictured, section, tile, tiles
 from splittune.report.page.markup import Markup, join, tag
 from splittune.report.page.memory import CardMemory, limits_picture, pieces_of
+from splittune.report.page.modules import modules_picture, modules_table
 from splittune.report.page.picture import Picture, across, cut, dot, line, square, ticks, words
 from splittune.report.page.search import rate_text
 from splittune.report.page.source import known, rows_of
-from splittune.report.page.tables import table
+from splittune.report.page.tables import limits_table, table
 from splittune.report.words import LEAST_SPEEDUP, count_of, describe_model_error
+from splittune.training.module_memory import ModuleMemory
 from splittune.units import format_bytes, format_time
 
 # Between the figures of a machine's cards in capacity.csv.
@@ -56,6 +58,12 @@ class PlanRow:
     """What a comparison of strategies needs of it."""
 
     @property
+    def largest_share(self) -> int:
+        """Samples: of ``"2 x (8+24)"`` 24, of ``"2 x (512x4+512x12)"`` 12."""
+        shares = self.shape.partition("(")[2].rstrip(")")
+        return max((int(share.rpartition("x")[2]) for share in shares.split("+") if share), default=0)
+
+    @property
     def machine(self) -> str:
         return self.devices if self.strategy == "dp" else f'{self.devices} as "{self.strategy}"'
 
@@ -73,7 +81,17 @@ def read_plan(folder: str | os.PathLike[str]) -> tuple[PlanRow, ...]:
     return rows
 
 
-def plan_page(rows: Sequence[PlanRow]) -> str:
+def read_modules(folder: str | os.PathLike[str]) -> tuple[ModuleMemory, ...]:
+    """What the job's modules hold; none where the plan has not looked.
+
+    Raises:
+        ConfigError: ``modules.csv`` is half-written.
+    """
+    path = Path(folder) / MODULES_FILE
+    return rows_of(read_text(path, "Plan again."), str(path), _module_of) if path.is_file() else ()
+
+
+def plan_page(rows: Sequence[PlanRow], modules: Sequence[ModuleMemory] = ()) -> str:
     """``report.html`` of a plan."""
     pictures = plan_pictures(rows)
     lacking = [f"{row.machine}, batch {row.global_batch_size}: {row.message}" for row in rows if not row.fits]
@@ -81,7 +99,9 @@ def plan_page(rows: Sequence[PlanRow]) -> str:
     body = [
         _answer(rows),
         _why(rows, best),
-        *(pictured(picture, plan_table(rows) if name == "curves" else None) for name, picture in pictures.items()),
+        pictured(pictures["curves"], plan_table(rows)),
+        pictured(pictures["memory"], limits_table(_limits(rows))) if "memory" in pictures else None,
+        _pictured_modules(modules, best),
         section("What does not fit", *(tag("p", cut(text, 400)) for text in lacking)) if lacking else None,
     ]
     title = _headline(best)
@@ -98,11 +118,24 @@ def _why(rows: Sequence[PlanRow], best: PlanRow | None) -> Markup | None:
 def plan_pictures(rows: Sequence[PlanRow]) -> dict[str, Picture]:
     """The pictures of a plan, by name."""
     pictures = {"curves": _curves(rows)}
-    limits = [(f"batch {row.global_batch_size}: {row.machine}", row.limiting) for row in rows]
-    known_limits = [(name, card) for name, card in limits if card is not None]
-    if known_limits:
-        pictures["memory"] = limits_picture(known_limits)
+    limits = _limits(rows)
+    if limits:
+        pictures["memory"] = limits_picture(limits)
     return pictures
+
+
+def _limits(rows: Sequence[PlanRow]) -> list[tuple[str, CardMemory]]:
+    """Each row whose limiting card is known, with that card."""
+    limits = [(f"batch {row.global_batch_size}: {row.machine}", row.limiting) for row in rows]
+    return [(name, card) for name, card in limits if card is not None]
+
+
+def _pictured_modules(modules: Sequence[ModuleMemory], best: PlanRow | None) -> Markup | None:
+    """What the modules hold where the fastest row has its largest share."""
+    if not modules or best is None:
+        return None
+    samples = best.largest_share
+    return pictured(modules_picture(modules, samples), modules_table(modules, samples))
 
 
 def plan_answer(rows: Sequence[PlanRow]) -> tuple[str, str]:
@@ -255,6 +288,15 @@ def plan_row_of(cells: Mapping[str, str]) -> PlanRow:
     )
 
 
+def _module_of(cells: Mapping[str, str]) -> ModuleMemory:
+    return ModuleMemory(
+        name=cells["module"],
+        count=int(cells["count"]),
+        parameter_bytes=int(cells["parameter_bytes"]),
+        activation_bytes=known(int, cells["activation_bytes"]),
+    )
+
+
 def _use_of(cells: Mapping[str, str]) -> Use:
     even_steps = known(int, cells["even_accumulation_steps"])
     if cells["strategy"] not in get_args(Strategy):
@@ -296,6 +338,15 @@ def _limiting(cells: Mapping[str, str]) -> CardMemory | None:
         per_share_bytes=of("share_bytes"),
         whole_batch_bytes=of("whole_batch_bytes"),
         fixed_bytes=of("fixed_bytes"),
+        parameter_bytes=of("parameter_bytes"),
+        optimizer_bytes=of("optimizer_bytes"),
+        gradient_bytes=of("gradient_bytes"),
     )
     card = Device(index=device, name=cells["limiting_device_name"], torch_device="", total_bytes=memory.total_bytes)
-    return CardMemory(device=card, memory=memory, samples=0, demanded_bytes=0, parts=pieces_of(memory, parts))
+    return CardMemory(
+        device=card,
+        memory=memory,
+        samples=0,
+        demanded_bytes=of("min_headroom_bytes") or 0,
+        parts=pieces_of(memory, parts),
+    )

@@ -74,6 +74,28 @@ def memory_tables(caption: str, cards: Sequence[CardMemory]) -> list[Markup]:
     return tables
 
 
+def limits_table(cards: Sequence[tuple[str, CardMemory]]) -> Markup:
+    """A row for each of a plan, with what the card that limits it holds."""
+    kinds = [kind for kind in NAMES if any(kind == each for _, card in cards for each, _ in card.parts)]
+    heads = [("row", "w"), ("card", "w"), *((NAMES[kind], "n") for kind in kinds), ("left free", "n"),
+             ("must stay free", "n"), ("in all", "n")]  # fmt: skip
+    rows = [
+        (
+            [
+                name,
+                f"GPU {card.device.index}, {cut(card.device.name, 32)}",
+                *(_size(dict(card.parts).get(kind)) for kind in kinds),
+                format_bytes(card.memory.headroom_bytes),
+                format_bytes(card.demanded_bytes) if card.demanded_bytes else "",
+                format_bytes(card.memory.total_bytes),
+            ],
+            False,
+        )
+        for name, card in cards
+    ]
+    return table("Of the card with the least room left.", heads, rows)
+
+
 def _is_cut(group: Sequence[int]) -> bool:
     return named(group) != gpus(group)
 

@@ -213,9 +213,9 @@ def _how_memory_is_known(is_modelled: bool) -> str:
     else:
         source = "Peaks and the allocator's reserve are measured by torch, what others hold by NVML"
     return (
-        f"{source}; parameters are a size of the model. The optimizer's state is derived from what rests on a card "
-        "between steps; activations, outputs and the rest from how peaks grow with the shares and with the "
-        "micro-batch, over all trials."
+        f"{source}; parameters are a size of the model, and so is the most that gradients are. The optimizer's state "
+        "is derived from what rests on a card between steps; activations, outputs and the rest from how peaks grow "
+        "with the shares and with the micro-batch, over all trials."
     )
 
 

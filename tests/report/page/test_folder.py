@@ -17,7 +17,8 @@ from splittune.report.capacity.table import capacity_table
 from splittune.report.page import save_report, save_tables_report
 from splittune.report.page.search import rate_text
 from splittune.report.tables import save_csv
-from splittune.units import format_bytes
+from splittune.training.module_memory import ModuleMemory
+from splittune.units import GIB, format_bytes
 from tests.report.capacity.rows import ONE_STEP, TUNED, lacking, lacking_row, ran, row, trials_of
 from tests.report.page import folders
 
@@ -74,13 +75,21 @@ def test_every_part_of_every_card_stands_in_a_table(tmp_path: Path) -> None:
     result.save(tmp_path)
     page = report_of(tmp_path)
     (parts, *_), memory = json.loads((tmp_path / "result.json").read_text())["best_parts"], result.best.memory[0]
-    known = ("outside_bytes", "per_share_bytes", "whole_batch_bytes", "parameter_bytes", "optimizer_bytes")
+    known = (
+        "outside_bytes",
+        "per_share_bytes",
+        "whole_batch_bytes",
+        "parameter_bytes",
+        "optimizer_bytes",
+        "gradient_bytes",
+    )
     for name in known:
         assert f">{format_bytes(parts[name])}<" in page, name
-    rest = parts["fixed_bytes"] - parts["parameter_bytes"] - parts["optimizer_bytes"]
+    rest = parts["fixed_bytes"] - sum(parts[name] for name in known[-3:])
     reserve = memory.peak_reserved_bytes - parts["peak_bytes"]
     assert sum(parts[name] for name in known) + rest + reserve == memory.outside_bytes + memory.peak_reserved_bytes
     assert parts["optimizer_bytes"] > 0
+    assert parts["gradient_bytes"] > 0
 
 
 @pytest.mark.parametrize(("cards", "batch"), [(folders.NORMAL, 64), (folders.RANKS, 2048)])
@@ -219,6 +228,45 @@ def test_a_plan_of_both_strategies_says_which_is_faster_and_why(tmp_path: Path) 
     assert len(sentences) == 2
     assert '2xCARD, batch 64: "ddp" is 1.67 times as fast as "dp" (modelled): it needs 1 accumulation step' in page
     assert all(f"<p>{sentence}</p>" in page for sentence in sentences)
+
+
+def test_a_plan_says_what_must_stay_free_and_what_fills_the_limiting_cards(tmp_path: Path) -> None:
+    """The demanded headroom in the picture and in the table; parameters and optimizer apart; every module."""
+    result = folders.search(folders.NORMAL)
+    planned = row(
+        devices="4xRTX3090",
+        cards=result.config.devices,
+        best=result.best,
+        baseline=result.baseline,
+        trials=result.trials,
+        config=result.config,
+        model=result.model,
+        modules=(*result.modules, ModuleMemory(name=folders.SCRIPT, count=1, parameter_bytes=1)),
+    )
+    save_capacity([planned], tmp_path)
+    page = html.unescape(report_of(tmp_path))
+    part = next(part for part in planned.parts if part.device == planned.limiting_device)
+    assert page.count("must stay free") >= 3, "the key, the bar, the table"
+    assert f"{format_bytes(GIB // 2)} must stay free" in page
+    for size in (part.parameter_bytes, part.optimizer_bytes, part.gradient_bytes):
+        assert size
+        assert f">{format_bytes(size)}<" in page
+    assert "Which modules hold it" in page
+    assert "h.*.mlp (12)" in page
+    assert "<script" not in report_of(tmp_path)
+    saved = report_of(tmp_path)
+    save_report(tmp_path)
+    assert report_of(tmp_path) == saved
+    save_capacity([lacking_row(modules=())], tmp_path)
+    assert not (tmp_path / "modules.csv").exists(), "another plan's"
+
+
+def test_a_half_written_table_of_modules_is_named(tmp_path: Path) -> None:
+    """As the other tables are."""
+    save_capacity([row()], tmp_path)
+    (tmp_path / "modules.csv").write_text("module,count,parameter_bytes,activation_bytes\nx,1,2")
+    with pytest.raises(ConfigError, match=r"modules\.csv is half-written"):
+        save_report(tmp_path)
 
 
 def test_a_plan_of_given_splits_compares_them_with_nothing(tmp_path: Path) -> None:
