@@ -112,7 +112,7 @@ def trials_table(
     | `accumulation_steps` | | micro-batches in one optimizer step |
     | `micro_batch_size` | samples | of the largest micro-batch, all devices together |
     | `gpu0_bsz` | samples | device 0's part of the largest micro-batch |
-    | `shard_sizes` | samples | every device's part of the largest micro-batch: `5+20+20+19`; of many `512x4+512x12` |
+    | `shard_sizes` | samples | every device's part of the largest micro-batch: `5+20+20+19` |
     | `loss_placement` | | `output`: from gathered outputs, on GPU 0; `replica`: in each replica |
     | `throughput_samples_per_s` | samples/s | global batch over step time |
     | `step_time_s` | s | median whole step, or else accumulation steps x micro-step + update |
