@@ -23,7 +23,7 @@ from splittune.report.page.modules import modules_picture, modules_table
 from splittune.report.page.picture import Picture, across, cut, dot, line, square, ticks, words
 from splittune.report.page.search import rate_text
 from splittune.report.page.source import known, rows_of
-from splittune.report.page.tables import limits_table, table
+from splittune.report.page.tables import limits_tables, table
 from splittune.report.words import LEAST_SPEEDUP, count_of, describe_model_error
 from splittune.training.module_memory import ModuleMemory
 from splittune.units import format_bytes, format_time
@@ -100,7 +100,7 @@ def plan_page(rows: Sequence[PlanRow], modules: Sequence[ModuleMemory] = ()) -> 
         _answer(rows),
         _why(rows, best),
         pictured(pictures["curves"], plan_table(rows)),
-        pictured(pictures["memory"], limits_table(_limits(rows))) if "memory" in pictures else None,
+        pictured(pictures["memory"], *limits_tables(_limits(rows))) if "memory" in pictures else None,
         _pictured_modules(modules, best),
         section("What does not fit", *(tag("p", cut(text, 400)) for text in lacking)) if lacking else None,
     ]
@@ -166,7 +166,9 @@ def _answer(rows: Sequence[PlanRow]) -> Markup:
     each.append(tile("Speed", f"{rate_text(best.rate)} samples/s", f"modelled; {step}{'' if best.is_given else even}"))
     if best.limiting is not None:
         free = format_bytes(best.limiting.memory.headroom_bytes)
-        each.append(tile("Room left", free, f"on GPU {best.limiting.device.index}, the fullest card"))
+        demanded = best.limiting.demanded_bytes
+        must = f"; {format_bytes(demanded)} must stay free" if demanded else ""
+        each.append(tile("Room left", free, f"on GPU {best.limiting.device.index}, the fullest card{must}"))
     if best.largest:
         each.append(tile("Largest micro-batch", best.largest, "samples at once, without accumulation"))
     cards = '["cuda:0", ...]' if best.strategy == "dp" else '"cuda"'

@@ -101,4 +101,4 @@ def beside_today(
 
 
 def _gain(rate: float, than: float) -> str:
-    return f"{rate / than:.2f} x"
+    return f"{rate / than:.2f} times as fast"
