@@ -91,6 +91,7 @@ _DEVICES_TYPES = {
     "gradient_bytes": "Int64",
     "reserve_bytes": "Int64",
     "busy_s": "Float64",
+    "copied_s": "Float64",
     "outcome": "string",
 }
 
@@ -182,6 +183,7 @@ def devices_table(
     | `gradient_bytes` | bytes | of `fixed_bytes`, derived: gradients, in ranks with their buckets: at most their size |
     | `reserve_bytes` | bytes | peak reserved - peak allocated, both as read: what torch's allocator keeps besides |
     | `busy_s` | s | median time of a micro-step in which the device worked; see below |
+    | `copied_s` | s | of modelled devices: median time of a micro-step in which it stood still for copies |
     | `outcome` | | the trial's outcome, as in `trials.csv` |
 
     What is called derived follows from how peaks grow with shares and micro-batches over all trials (`memory_parts`);
@@ -265,7 +267,7 @@ def _device_rows(
     planned_of = {} if planned is None else {memory.device: memory for memory in planned.memory}
     memory_of = {memory.device: memory for memory in measurement.memory}
     parts_of = {part.device: part for part in parts}
-    busy_s = measurement.device_busy_s
+    busy_s, copied_s = measurement.device_busy_s, measurement.device_copied_s
     return [
         {
             "trial": trial.number,
@@ -276,6 +278,7 @@ def _device_rows(
             **_planned_cells(planned_of.get(device)),
             **_parts_cells(parts_of.get(device)),
             "busy_s": None if busy_s is None else busy_s[device],
+            "copied_s": None if copied_s is None else copied_s[device],
             "outcome": measurement.outcome.value,
         }
         for device, shard_size in enumerate(measurement.split.shard_sizes)

@@ -62,6 +62,8 @@ class BusyRow:
     device_name: str
     total_bytes: int | None
     busy_s: float | None
+    copied_s: float | None = None
+    """None for real cards, and in tables of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +206,7 @@ def busy_of(cells: Mapping[str, str]) -> BusyRow:
         device_name=cells["device_name"],
         total_bytes=known(int, cells["total_bytes"]),
         busy_s=known(float, cells["busy_s"]),
+        copied_s=known(float, cells.get("copied_s", "")),
     )
 
 

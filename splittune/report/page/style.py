@@ -30,7 +30,7 @@ font-variant-numeric:tabular-nums;overflow:visible}
 .pic .parameters{fill:var(--parameters)}.pic .gradients{fill:var(--gradients)}.pic .optimizer{fill:var(--optimizer)}
 .pic .fixed{fill:var(--fixed)}.pic .rest{fill:var(--rest)}.pic .share{fill:var(--share)}.pic .whole{fill:var(--whole)}
 .pic .reserve{fill:var(--reserve)}.pic .others{fill:url(#others)}.pic .job{fill:var(--fixed)}
-.pic .wait{fill:var(--wait)}.pic .lack{fill:url(#lack);stroke:var(--warn)}
+.pic .wait{fill:var(--wait)}.pic .copy{fill:var(--whole)}.pic .lack{fill:url(#lack);stroke:var(--warn)}
 .pic .on{fill:var(--on);font-weight:600}.pic .dark{fill:#16202b;font-weight:600}
 .pic .cut{stroke:var(--card)}
 .pic .tuned{stroke:var(--tuned);fill:none;stroke-width:2.5}.pic .even{stroke:var(--even);fill:none;stroke-width:2;

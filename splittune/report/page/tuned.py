@@ -15,7 +15,7 @@ from splittune.report.page.modules import modules_picture, modules_table
 from splittune.report.page.picture import Picture, cut
 from splittune.report.page.search import history, split_map, tried_text
 from splittune.report.page.source import BusyRow, SearchFiles, TrialRow
-from splittune.report.page.step import StepTimes, step_picture
+from splittune.report.page.step import StepTimes, step_picture, step_table
 from splittune.report.page.tables import memory_tables, trials_table
 from splittune.report.page.today import beside_today
 from splittune.report.result_file import Found
@@ -43,13 +43,14 @@ def search_page(files: SearchFiles) -> str:
     if even and found.baseline is not None:
         numbers += memory_tables(f"The even split, {shape_of(found.baseline.split)}.", even)
     numbers.append(tag("p", _how_memory_is_known(config.is_modelled), class_="note"))
-    pictures = search_pictures(files)
+    pictures, times = search_pictures(files), _step_times(files.trials, files.cards, config)
     body = [
         _answer(config, found, files.trials),
         _why(found),
         beside_today(found.best, found.baseline, files.trials, _kind(config)),
         pictured(pictures["memory"], *numbers) if "memory" in pictures else None,
         _pictured_modules(found),
+        None if times is None else pictured(pictures["step"], step_table(times)),
         *pictured_trials(pictures, files.trials, row_of(files.trials, found.best)),
     ]
     return document(f"splittune: {_headline(found)}", body, _footer(config))
@@ -63,8 +64,8 @@ def _pictured_modules(found: Found) -> Markup | None:
 
 
 def pictured_trials(pictures: Mapping[str, Picture], trials: Sequence[TrialRow], best: TrialRow | None) -> list[Markup]:
-    """The pictures of a step and of the search, the last with every trial beneath."""
-    shown = [pictured(pictures[name]) for name in ("step", "map") if name in pictures]
+    """The pictures of the search, the last with every trial beneath."""
+    shown = [pictured(pictures["map"])] if "map" in pictures else []
     if "history" in pictures:
         shown.append(pictured(pictures["history"], trials_table(trials, best), class_="long"))
     elif trials:
@@ -226,13 +227,16 @@ def _step_times(trials: Sequence[TrialRow], cards: Sequence[BusyRow], config: Sp
         if row.shape != shape or not row.micro_step_time_s or row.update_time_s is None:
             continue
         busy = {card.device: card.busy_s for card in cards if card.trial == row.number}
+        copied = {card.device: card.copied_s for card in cards if card.trial == row.number}
         known = [busy.get(device.index) for device in config.devices]
+        copies = [copied.get(device.index) for device in config.devices]
         if all(each is not None for each in known):
             return StepTimes(
                 accumulation_steps=row.accumulation_steps,
                 micro_step_s=row.micro_step_time_s,
                 update_s=row.update_time_s,
                 busy_s=tuple(each or 0.0 for each in known),
+                copied_s=None if None in copies else tuple(each or 0.0 for each in copies),
                 device_names=tuple(device.name for device in config.devices),
                 is_in_ranks=config.strategy == "ddp",
             )

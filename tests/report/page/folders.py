@@ -74,6 +74,7 @@ class Cards:
             update_times_s=tuple(0.004 + more / 10 for more in jitter),
             memory=memory,
             device_busy_s=busy,
+            device_copied_s=tuple(0.2 * (max(busy) - each) for each in busy) if self.is_modelled else None,
         )
 
 

@@ -205,6 +205,18 @@ def test_of_a_search_that_was_interrupted_there_is_what_there_is(cards: folders.
     assert save_tables_report(tmp_path).read_bytes() == saved, "what an earlier search left is not mixed in"
 
 
+def test_copies_and_waiting_are_told_apart_where_they_are_known(tmp_path: Path) -> None:
+    """On modelled cards; of real ones both are one, in the picture and in the table."""
+    folders.search(folders.NORMAL).save(tmp_path / "modelled")
+    folders.search(folders.MEASURED).save(tmp_path / "measured")
+    modelled, measured = (report_of(tmp_path / name) for name in ("modelled", "measured"))
+    assert 'data-l="copies"' in modelled
+    assert 'data-l="waits"' in modelled
+    assert ">copies: " in modelled
+    assert 'data-l="copies"' not in measured
+    assert 'data-l="waits, or copies"' in measured
+
+
 def test_a_plan_in_which_nothing_fits_says_so_first(tmp_path: Path) -> None:
     """What each row lacked follows; there is nothing to draw a memory of."""
     save_capacity([lacking_row(), lacking_row(devices="1xCARD")], tmp_path)
