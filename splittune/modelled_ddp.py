@@ -12,6 +12,7 @@ from splittune.hardware.virtual.catalog import MAX_DEVICES, MAX_RANKS
 from splittune.options import MIN_BATCH_NORM_SHARD, SearchOptions, StrategyChoice, headroom_for, strategies_of
 from splittune.report import TuneResult
 from splittune.report.capacity.row import LargestMicroBatch
+from splittune.report.capacity.strategies import Use, compare, use_of
 from splittune.report.words import rate_of, shape_of
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.modelled_ranks.kinds import CardKind, kinds_of
@@ -76,7 +77,24 @@ def tune_by_strategy(
         for other, result in found.items()
         if other != best
     )
+    if strategy == "either":
+        why = compare(*(_use_of(one, found.get(one)) for one in strategies_of(strategy)))
+        notes = (*notes, f"{why[0].upper()}{why[1:]}")
     return replace(found[best], notes=(*found[best].notes, *notes))
+
+
+def _use_of(strategy: Strategy, result: TuneResult | None) -> Use:
+    if result is None:
+        return use_of(None, devices="", strategy=strategy, fits=False, needs_splitting=True, is_given=False)
+    even = result.baseline
+    return use_of(
+        result.best,
+        devices="",
+        strategy=strategy,
+        fits=True,
+        needs_splitting=even is None or even.split.accumulation_steps > 1,
+        is_given=False,
+    )
 
 
 def _tune(

@@ -32,7 +32,7 @@ from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.report import TuneResult
 from splittune.report.progress import callback_for
 from splittune.report.state_parts import model_bytes_of
-from splittune.runners.base import DeviceView, JobFacts, Runner
+from splittune.runners.base import DeviceSnapshot, JobFacts, Runner
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.worker.runner import DEFAULT_TRIAL_TIMEOUT_S, JobSource, WorkerRunner
 from splittune.search import DEFAULT_SAMPLER, SearchResult, Trial, find_best_split
@@ -51,7 +51,7 @@ Devices = str | Sequence[str | int | torch.device] | None
 class TuneCallback(Protocol):
     """Is told what a search does."""
 
-    def on_start(self, cards: DeviceView, space: SplitSpace, max_trials: int) -> None: ...
+    def on_start(self, cards: DeviceSnapshot, space: SplitSpace, max_trials: int) -> None: ...
 
     def on_measure(self, split: BatchSplit, *, in_whole_steps: bool) -> None: ...
 

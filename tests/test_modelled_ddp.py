@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,20 @@ def test_ranks_are_tuned_on_virtual_cards(tmp_path: Path) -> None:
     assert "Why: The fullest card is GPU 0 (T4)" in screen.text
 
 
-def test_either_gives_the_faster_and_says_what_the_other_gives(caplog: pytest.LogCaptureFixture) -> None:
+def test_either_gives_the_faster_and_says_what_the_other_gives(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     """Of the two searches, each as by itself."""
     either, alone = tuned("either"), [tuned("dp"), tuned("ddp")]
     best = max(alone, key=lambda result: result.best.throughput or 0.0)
     assert either.config.strategy == best.config.strategy
     assert either.best == best.best
-    assert f'this is "{best.config.strategy}".' in either.notes[-1]
-    assert either.notes[-1] in caplog.text
+    assert f'this is "{best.config.strategy}".' in either.notes[-2]
+    other = "dp" if best.config.strategy == "ddp" else "ddp"
+    assert re.match(rf'"{best.config.strategy}" is [\d.]+ times as fast as "{other}" \(modelled\): ', either.notes[-1])
+    assert all(note in caplog.text for note in either.notes[-2:])
+    either.save(tmp_path)
+    assert html.escape(either.notes[-1]) in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_thousand_cards_are_tuned_as_well() -> None:

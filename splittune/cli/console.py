@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Timer
 
 from rich.console import Console
 
@@ -22,12 +23,37 @@ EXIT_JOB_FAILED = 3
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
+# Seconds after which what goes on is said where there is no terminal. A choice: shorter work needs no word.
+LONG_S = 2.0
+
 console = Console()
 
 
 def say(text: str) -> None:
     """Print as it is: no markup, no colours for numbers, no line breaks of the console's own."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def working(what: str, *, is_shown: bool = True) -> Iterator[None]:
+    """Meanwhile `what` is shown: a spinner in a terminal, elsewhere a line, once it takes longer than `LONG_S`.
+
+    ``"reading runs/split"``; where it is not to be shown, nothing.
+    """
+    if not is_shown:
+        yield
+        return
+    if console.is_terminal:
+        with console.status(what):
+            yield
+        return
+    timer = Timer(LONG_S, say, [f"{what} ..."])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def say_how_to_wrap(strategy: Strategy, device: str | None = None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from splittune.cli.console import console, say
+from splittune.cli.console import console, say, working
 from splittune.cli.options import OutOption, QuietOption, VerboseOption
 from splittune.cli.tune import tune_and_save
 from splittune.config import SplitConfig
@@ -45,7 +45,7 @@ def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False, verbose
     # The demo's operations are small: threads cost more than they bring.
     torch.set_num_threads(1)
     _plan_gpt2(out / "gpt2", quiet=quiet, verbose=verbose)
-    _train_byte_gpt(out, verbose=verbose)
+    _train_byte_gpt(out, quiet=quiet, verbose=verbose)
     say(f"Saved in {out}: report.html (open it in a browser), split.json, the trials; those of GPT-2 in gpt2/")
     say("For your own model: splittune tune FILE.py:FUNCTION")
 
@@ -53,14 +53,14 @@ def demo(out: OutOption = Path("runs/demo"), quiet: QuietOption = False, verbose
 def _plan_gpt2(out: Path, *, quiet: bool, verbose: bool) -> None:
     say("Planned on this CPU: GPT-2 (124 million parameters, 1,024 tokens, bfloat16), 64 samples a step,")
     say("on four RTX 3090, none of which is here. Another program holds 20 of GPU 0's 24 GiB.\n")
-    with console.status("making the model"):
+    with working("making the model", is_shown=not quiet):
         runner = _on_shapes(gpt2(), GPT2_DEVICES)
     options = SearchOptions(max_trials=GPT2_MAX_TRIALS)
     result = tune_and_save(
         partial(run_search, runner, options), out, quiet=quiet, verbose=verbose, log_level=_log_level(verbose)
     )
     headroom = result.config.min_headroom_bytes
-    with console.status("halving the batch, as people do, until an even split fits"):
+    with working("halving the batch, as people do, until an even split fits", is_shown=not quiet):
         runner.open(["output"])
         try:
             measure = runner.profiler(min_headroom_bytes=headroom, loss_placement="output").measure
@@ -87,17 +87,17 @@ def _beside_halving(result: TuneResult, halved: Measurement | None) -> list[str]
     ]
 
 
-def _train_byte_gpt(out: Path, *, verbose: bool) -> None:
+def _train_byte_gpt(out: Path, *, quiet: bool, verbose: bool) -> None:
     task = byte_gpt()
     num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
     say(f"\nReally trained, on this CPU: a byte-level GPT of {num_parameters:,} parameters learns the source of")
     say("Python's own standard library, on 4 small virtual GPUs, the first of them almost full.")
     options = SearchOptions()
-    with console.status("tuning its split"):
+    with working("tuning its split", is_shown=not quiet):
         search = partial(run_search, _on_shapes(task, DEMO_DEVICES), options)
         result = tune_and_save(search, out, quiet=True, verbose=verbose, log_level=_log_level(verbose))
     config = SplitConfig.load(out / "split.json")
-    with console.status(f"training {DEMO_STEPS} steps under the tuned split"):
+    with working(f"training {DEMO_STEPS} steps under the tuned split", is_shown=not quiet):
         losses, peaks = train_under_config(config, resolve_hardware(DEMO_DEVICES))
     even = result.baseline
     instead = "" if even is None else f", {rate_of(even)} as the even split's {shape_of(even.split)}"

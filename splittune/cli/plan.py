@@ -15,6 +15,7 @@ from splittune.cli.console import (
     say,
     say_how_to_wrap,
     sigterm_as_exit,
+    working,
 )
 from splittune.cli.options import JobArgument, QuietOption, StrategyOption, VerboseOption
 from splittune.config.files import check_writable
@@ -75,8 +76,10 @@ def plan(
     check_writable(out)
     finished = FinishedRows(storage or out / STORAGE_FILE)
     log_above_the_bar(logging.WARNING if quiet else logging.INFO)
+    with working(f"making the job of {job}", is_shown=not quiet):
+        task = load_task(job)
     request = checked_request(
-        load_task(job),
+        task,
         devices,
         global_batch_sizes=sizes,
         splits=None,
@@ -102,14 +105,14 @@ def sweep_and_save(request: PlanRequest, finished: FinishedRows, out: Path, *, q
     except BaseException as error:
         callback.on_finish()
         if rows:
-            _show_and_save(rows, out)
+            _show_and_save(rows, out, quiet=quiet)
             say(f"Finished before it ended: {len(rows)} of {request.num_searches}. The same command goes on there.")
         if isinstance(error, KeyboardInterrupt):
             say("Interrupted; the model is as it was.")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         raise
     callback.on_finish()
-    _show_and_save(rows, out)
+    _show_and_save(rows, out, quiet=quiet)
     if all(row.result is None for row in rows):
         raise NoFeasibleSplitError(
             f"no split fits on any machine at any batch size. {rows[-1].lacking} What each lacked stands in "
@@ -134,10 +137,11 @@ def parse_sizes(text: str) -> list[int]:
     return [int(entry) for entry in entries]
 
 
-def _show_and_save(rows: list[PlannedSearch], out: Path) -> None:
+def _show_and_save(rows: list[PlannedSearch], out: Path, *, quiet: bool) -> None:
     found = Plan.of(rows)
     show_capacity(found.rows, console)
-    written = save_capacity(found.rows, out)
+    with working(f"writing the tables, pictures and report of {out}", is_shown=not quiet):
+        written = save_capacity(found.rows, out)
     if found.needs_values is not None:
         say(f"note: trials ran on real tensors: {found.needs_values}")
     say(f"\n{files_line(out, written)}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
 import typer
 
-from splittune.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, sigterm_as_exit
+from splittune.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, sigterm_as_exit, working
 from splittune.errors import ConfigError, RanksError, SplittuneError
 from splittune.ranks.group import is_grouped
 from splittune.runners.launch.agent import launch
@@ -32,13 +32,16 @@ def launch_this(num_ranks: int, *, max_restarts: int) -> NoReturn:
 
 
 @contextmanager
-def as_rank(place: Place, *, on_cards: bool, trial_timeout_s: float) -> Iterator[None]:
+def as_rank(place: Place, *, on_cards: bool, trial_timeout_s: float, quiet: bool = False) -> Iterator[None]:
     """Meanwhile this process is a rank of the command. That it was done counts for the launch, once rank 0 has.
 
     SIGTERM and Ctrl-C end a trial on every rank in order, for each is asked: what was on its way is not a crash. A job
-    that calls sys.exit ends no otherwise, and is no result.
+    that calls sys.exit ends no otherwise, and is no result. While ranks have not started yet, rank 0 says so, if not
+    `quiet`.
     """
-    with sigterm_as_exit(), joined(place, on_cards=on_cards, collective_timeout_s=trial_timeout_s + GRACE_S):
+    with sigterm_as_exit(), ExitStack() as stack:
+        with working(f"waiting for all {place.world_size} ranks to start", is_shown=place.is_first and not quiet):
+            stack.enter_context(joined(place, on_cards=on_cards, collective_timeout_s=trial_timeout_s + GRACE_S))
         try:
             yield
         except SystemExit:

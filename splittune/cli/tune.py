@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -20,6 +20,7 @@ from splittune.cli.console import (
     say,
     say_how_to_wrap,
     sigterm_as_exit,
+    working,
 )
 from splittune.cli.options import JobArgument, OutOption, QuietOption, StrategyOption, VerboseOption
 from splittune.cli.ranks import LIMIT_NAME, as_rank, check_strategy, launch_this
@@ -37,11 +38,12 @@ from splittune.options import (
     StrategyChoice,
     strategies_of,
 )
+from splittune.profiling.measurement import Outcome
 from splittune.report import TuneResult, save_tables
 from splittune.report.console import show_notes, show_result
-from splittune.report.page import save_failed_report
+from splittune.report.page import save_tables_report
 from splittune.report.progress import ConsoleCallback, SilentCallback
-from splittune.runners.base import DeviceView, Runner
+from splittune.runners.base import DeviceSnapshot, Runner
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.launch.attempts import Attempts, NotingJournal
 from splittune.runners.launch.place import Place, place_of, refuse_nested
@@ -132,9 +134,10 @@ def tune(
         seed=seed,
     )
     search: Callable[[TuneCallback], TuneResult]
+    making = f"making the job of {job}"
     if place is not None:
         make_task = partial(_task_of, job, global_batch_size)
-        with as_rank(place, on_cards=names_cuda_devices(devices), trial_timeout_s=trial_timeout_s):
+        with as_rank(place, on_cards=names_cuda_devices(devices), trial_timeout_s=trial_timeout_s, quiet=quiet):
             search = _search_as_rank(place, make_task, devices, options, trial_timeout_s, out)
             if place.is_first:
                 saving = at_most(trial_timeout_s)  # a disk that hangs holds up the launch as a trial does
@@ -144,14 +147,17 @@ def tune(
                 search(SilentCallback())
         return
     if strategies_of(strategy) == ("dp",):
-        runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
+        with working(making, is_shown=not quiet):
+            runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
         search = partial(run_search, runner, options)
     elif strategy == "ddp" and (isolation == "process" or (isolation == "auto" and names_cuda_devices(devices))):
         launch_this(num_cards(devices), max_restarts=MAX_ENDS_IN_A_ROW * (max_trials + 1))
     else:
         chosen = cast("StrategyChoice", strategy)
         cards = virtual_cards(devices, chosen)
-        search = partial(tune_by_strategy, _task_of(job, global_batch_size), cards, options, strategy=chosen)
+        with working(making, is_shown=not quiet):
+            task = _task_of(job, global_batch_size)
+        search = partial(tune_by_strategy, task, cards, options, strategy=chosen)
     result = tune_and_save(search, out, quiet=quiet, verbose=verbose)
     _show_end(result, out, verbose=verbose)
 
@@ -179,22 +185,26 @@ def tune_and_save(
 
     When it ends early, by Ctrl-C say, the finished trials are written all the same.
     """
-    callback = _KeepingCallback(SilentCallback() if quiet else ConsoleCallback(console, verbose=verbose))
+    starting = ExitStack()
+    callback = _KeepingCallback(SilentCallback() if quiet else ConsoleCallback(console, verbose=verbose), starting)
     log_above_the_bar(logging.WARNING if quiet else log_level)
     try:
-        with sigterm_as_exit():
+        with sigterm_as_exit(), starting:
+            starting.enter_context(working("making the job, and reading a batch", is_shown=not quiet))
             result = search(callback)
     except BaseException as error:
         if callback.cards is not None and callback.trials:
-            save_tables(out, callback.trials, callback.cards.devices, is_modelled=callback.cards.is_modelled)
+            cards = callback.cards
+            save_tables(out, callback.trials, cards.devices, is_modelled=cards.is_modelled, nodes=cards.nodes)
             say(f"Finished trials kept in {out}/trials.csv: {len(callback.trials)}.")
-            if isinstance(error, NoFeasibleSplitError):
-                say(f"What was tried: {save_failed_report(out)}")
+            fits = any(trial.measurement.outcome is Outcome.OK for trial in callback.trials)
+            if fits or isinstance(error, NoFeasibleSplitError):
+                say(f"What was tried: {save_tables_report(out)}")
         if isinstance(error, KeyboardInterrupt):
             say("Interrupted; the model is as it was. With --storage FILE a search goes on where it stopped.")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         raise
-    with while_saving or nullcontext():
+    with while_saving or nullcontext(), working(f"writing the tables and report of {out}", is_shown=not quiet):
         result.save(out)
     return result
 
@@ -258,18 +268,20 @@ def names_cuda_devices(devices: str | None) -> bool:
 
 
 class _KeepingCallback:
-    """Passes everything on, and keeps the finished trials and what they ran on."""
+    """Passes everything on, and keeps the finished trials and what they ran on; `starting` ends with the start."""
 
-    def __init__(self, callback: TuneCallback) -> None:
+    def __init__(self, callback: TuneCallback, starting: ExitStack) -> None:
+        self._starting = starting
         self.trials: list[Trial] = []
-        self.cards: DeviceView | None = None
+        self.cards: DeviceSnapshot | None = None
         self.on_measure = callback.on_measure
         self.on_activity = callback.on_activity
         self.on_end = callback.on_end
         self._callback = callback
 
-    def on_start(self, cards: DeviceView, space: SplitSpace, max_trials: int) -> None:
+    def on_start(self, cards: DeviceSnapshot, space: SplitSpace, max_trials: int) -> None:
         self.cards = cards
+        self._starting.close()
         self._callback.on_start(cards, space, max_trials)
 
     def on_trial(self, trial: Trial) -> None:

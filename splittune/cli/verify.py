@@ -16,6 +16,7 @@ from splittune.cli.console import (
     log_above_the_bar,
     say,
     sigterm_as_exit,
+    working,
 )
 from splittune.cli.options import JobArgument, QuietOption
 from splittune.cli.ranks import as_rank, check_strategy, launch_this, leave_with
@@ -74,9 +75,11 @@ def verify(
     callback = SilentCallback() if quiet else StepCallback(console)
     try:
         with sigterm_as_exit():
+            with working(f"making the job of {job}", is_shown=not quiet):
+                task = load_task(job)
             result = run_steps(
                 config,
-                load_task(job),
+                task,
                 devices=devices,
                 num_steps=steps,
                 measure_eval_batch_size=eval_batch_size,
@@ -105,7 +108,7 @@ def _verify_as_rank(
     callback = StepCallback(console) if is_shown else SilentCallback()
     named = devices or ",".join(device.torch_device for device in config.devices)
     on_cards = config.virtual_spec is None and names_cuda_devices(named)
-    with as_rank(place, on_cards=on_cards, trial_timeout_s=DEFAULT_WAIT_S):
+    with as_rank(place, on_cards=on_cards, trial_timeout_s=DEFAULT_WAIT_S, quiet=quiet):
         try:
             result = verify_on_ranks(
                 config,

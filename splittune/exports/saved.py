@@ -55,6 +55,8 @@ def read_trials(path: Path) -> list[TriedSplit]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}. Expected the table that `splittune tune` wrote.") from error
     advice = "The table may have been cut short or edited: restore it, or tune again."
+    if text and not text.endswith("\n"):
+        raise ConfigError(f"{path} is half-written: its last line does not end. {advice}")
     reader = csv.DictReader(io.StringIO(text))
     missing = [column for column in _COLUMNS if column not in (reader.fieldnames or ())]
     if missing:

@@ -175,6 +175,13 @@ class Hardware(Protocol):
         """
         ...
 
+    def copied_s(self) -> tuple[float, ...] | None:
+        """Seconds for which each device stood still for copies so far, ever growing; None where that is not known.
+
+        Apart from `busy_s`: what is in neither, it waited for the host or for other devices.
+        """
+        ...
+
     def reset_peaks(self) -> None:
         """Start the peaks anew from what is held now."""
         ...

@@ -58,8 +58,22 @@ def split_trainer_options(config: SplitConfig, **strategy_options: Any) -> dict[
 
 
 def split_strategy(config: SplitConfig, **options: Any) -> Strategy:
-    """The strategy that trains `config`: `OneProcessSplit` for "dp", `RankSplit` for "ddp", with their options."""
+    """The strategy that trains `config`: `OneProcessSplit` for "dp", `RankSplit` for "ddp", with their options.
+
+    Raises:
+        ConfigError: `loss_fn` or `weight_fn` among them: the loss is the module's own, a mean over samples.
+    """
     return OneProcessSplit(config, **options) if config.strategy == "dp" else RankSplit(config, **options)
+
+
+def _refuse_losses(options: Mapping[str, Any]) -> None:
+    given = [name for name in ("loss_fn", "weight_fn") if options.get(name) is not None]
+    if given:
+        raise ConfigError(
+            f"the strategy is given {' and '.join(given)}: expected none, for `training_step` computes the loss, and a "
+            "strategy weighs it by samples. For a mean over tokens use config.wrap(model, loss_fn, weight_fn=...) in a "
+            "loop of your own, or Transformers' Trainer with SplitTrainerMixin."
+        )
 
 
 class _Splitting(Strategy):
@@ -130,11 +144,12 @@ class RankSplit(_Splitting, DDPStrategy):
     ``sync_batchnorm=True`` also counts the samples that stand in where a rank has none.
 
     Raises:
-        ConfigError: when it fits: another number of ranks than shares, a loader that cannot be shared out, manual
-            optimization, or another accumulation than the config's.
+        ConfigError: `loss_fn` or `weight_fn` is given. When it fits: another number of ranks than shares, a loader that
+            cannot be shared out, manual optimization, or another accumulation than the config's.
     """
 
     def __init__(self, config: SplitConfig, *, sync_batch_norm: bool = False, **options: Any) -> None:
+        _refuse_losses(options)
         super().__init__(**options)
         self.config, self._syncs = config, sync_batch_norm
 
@@ -204,11 +219,12 @@ class OneProcessSplit(_Splitting, SingleDeviceStrategy):
         wrap_options: the other options of `SplitConfig.wrap`.
 
     Raises:
-        ConfigError: when it fits: no config, a loader of other batches, manual optimization, or another accumulation
-            than the config's.
+        ConfigError: `loss_fn` or `weight_fn` is given. When it fits: no config, a loader of other batches, manual
+            optimization, or another accumulation than the config's.
     """
 
     def __init__(self, config: SplitConfig | None = None, *, devices: Any = None, **wrap_options: Any) -> None:
+        _refuse_losses(wrap_options)
         self.hardware = resolve_hardware(devices) if config is None else config.resolve(devices)
         super().__init__(device=torch.device(self.hardware.devices[0].torch_device))
         self.config, self._wrap_options = config, wrap_options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.metadata import version
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from splittune.config import SplitConfig
 from splittune.errors import ConfigError
+from splittune.exports import TOOLS
 from splittune.integrations.steps import MicroBatchLoader, MicroStep, warn_of_other_card
 from splittune.ranks.batch_norm import standing_in
 
@@ -30,6 +32,24 @@ LossCounts = Literal["auto", "tokens", "samples"]
 
 # What Transformers' losses leave out.
 _IGNORED = -100
+
+# The Trainer's methods that the mix-in overrides or calls, with the parameters that it gives them.
+_METHODS = {
+    "_wrap_model": ("model", "training", "dataloader"),
+    "_get_num_items_in_batch": ("batch_samples", "device"),
+    "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
+    "get_total_train_batch_size": ("args",),
+    "get_train_dataloader": (),
+    "training_step": ("model", "inputs", "num_items_in_batch"),
+}
+# What the mix-in sets, and which of the Trainer's methods has to read it: else it would be set for nobody.
+_READ_IN = {
+    "_train_batch_size": "get_train_dataloader",
+    "prepare": "_get_dataloader",
+    "current_gradient_accumulation_steps": "training_step",
+    "model_accepts_loss_kwargs": "training_step",
+}
 
 
 class _Unprepared:
@@ -57,7 +77,7 @@ class SplitTrainerMixin(Trainer):
             has a ``compute_loss_func`` or smooths labels.
 
     Raises:
-        ConfigError: arguments that would train another batch.
+        ConfigError: arguments that would train another batch, or a Transformers whose Trainer has other inner parts.
     """
 
     def __init__(
@@ -68,6 +88,7 @@ class SplitTrainerMixin(Trainer):
         loss_counts: LossCounts = "auto",
         **kwargs: Any,
     ) -> None:
+        check_trainer(Trainer)
         super().__init__(*args, **kwargs)
         self.split_config, self._split_devices = split_config, split_devices
         self._micro_batches: MicroBatchLoader | None = None
@@ -81,6 +102,8 @@ class SplitTrainerMixin(Trainer):
         self._check_arguments()
         if split_config.strategy == "dp":
             self.args._n_gpu = 1  # the wrapper runs the other cards: the Trainer is not to put nn.DataParallel around
+            if self.args.n_gpu != 1:
+                raise _other_release(f"TrainingArguments.n_gpu is {self.args.n_gpu} after _n_gpu was set to 1")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint and not self.args.ignore_data_skip:
@@ -178,6 +201,39 @@ class SplitTrainerMixin(Trainer):
                 "label_smoothing_factor is set, with one process for all cards: expected 0, for the Trainer smooths "
                 "the gathered outputs without their shares. Train in ranks."
             )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Whether the class `trainer`, ``transformers.Trainer``, is inside what this mix-in was written for.
+
+    Much of that is private, and a later release may change it without a word: then shares would be trained wrongly.
+
+    Raises:
+        ConfigError: a method is missing, takes other parameters, or reads no longer what the mix-in sets.
+    """
+    for name, expected in _METHODS.items():
+        method = getattr(trainer, name, None)
+        if method is None:
+            raise _other_release(f"Trainer.{name} is missing")
+        taken = tuple(inspect.signature(method).parameters)[1:]
+        if taken[: len(expected)] != expected:
+            raise _other_release(f"Trainer.{name} takes ({', '.join(taken)}), not ({', '.join(expected)})")
+    for name, reader in _READ_IN.items():
+        code = getattr(inspect.unwrap(getattr(trainer, reader, None) or _nothing), "__code__", None)
+        if code is None or name not in code.co_names:
+            raise _other_release(f"Trainer.{reader} does not read {name}")
+
+
+def _other_release(what: str) -> ConfigError:
+    tried = TOOLS["transformers"].tried_with
+    return ConfigError(
+        f"{what} in Transformers {version('transformers')}: expected what {tried} has, with which this mix-in was "
+        f"tried. Use that one (pip install 'transformers=={tried}'), a newer splittune, or a loop of your own with "
+        "config.wrap and config.micro_batches."
+    )
+
+
+def _nothing() -> None: ...
 
 
 def _calls_loss_function(model: Any) -> bool:

@@ -64,6 +64,8 @@ class PlannedSearch:
             largest=self.largest,
             config=None if result is None else result.config,
             message=self.lacking,
+            model=None if result is None else result.model,
+            modules=() if result is None else result.modules,
         )
 
 
@@ -103,6 +105,8 @@ class Plan:
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``capacity.csv``, ``report.html``, ``capacity.png``, and a ``split-MACHINE-BATCH.json`` for what fits.
+
+        A search also leaves ``modules.csv``: what each module of the job holds.
 
         `folder` is made if missing. `capacity_table` documents the columns; `SplitConfig.load` reads the configs.
         Without matplotlib (``pip install "splittune[report]"``) the picture is left out, which is logged.

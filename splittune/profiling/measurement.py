@@ -81,6 +81,8 @@ class Measurement:
     Of unbroken rounds, where those were timed: each one's seconds over its micro-steps. On a card
     the gaps between kernels, in which it waits for the host to launch the next, are among them.
     """
+    device_copied_s: tuple[float, ...] | None = None
+    """Seconds of a micro-step in which device i stood still for copies, the median; None where unknown, as on cards."""
     message: str = ""
     num_alloc_retries: int = 0
     """How often allocators handed their cache back and tried again in timed phases."""
@@ -107,6 +109,10 @@ class Measurement:
             raise ValueError(f"{len(self.memory)} memory readings for a split over {self.split.num_devices} devices.")
         if self.device_busy_s is not None and len(self.device_busy_s) != self.split.num_devices:
             raise ValueError(f"{len(self.device_busy_s)} busy times for a split over {self.split.num_devices} devices.")
+        if self.device_copied_s is not None and len(self.device_copied_s) != self.split.num_devices:
+            raise ValueError(
+                f"{len(self.device_copied_s)} copy times for a split over {self.split.num_devices} devices."
+            )
         if self.num_alloc_retries < 0:
             raise ValueError(f"num_alloc_retries is {self.num_alloc_retries}: expected at least 0.")
 
@@ -237,7 +243,7 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        busy = data["device_busy_s"]
+        busy, copied = data["device_busy_s"], data.get("device_copied_s")  # absent where an earlier version wrote it
         return cls(
             split=BatchSplit(**data["split"]),
             outcome=Outcome(data["outcome"]),
@@ -247,6 +253,7 @@ class Measurement:
             whole_step_times_s=tuple(data["whole_step_times_s"]),
             memory=tuple(DeviceMemory(**memory) for memory in data["memory"]),
             device_busy_s=None if busy is None else tuple(busy),
+            device_copied_s=None if copied is None else tuple(copied),
             message=data["message"],
             loss_placement=data["loss_placement"],
             num_alloc_retries=data.get("num_alloc_retries", 0),  # absent where an earlier version wrote it

@@ -32,6 +32,7 @@ class Recorder:
         self.notes: list[str] = []
         self.loss_exponent: int | None = None
         self._busy_s: dict[Phase, list[list[float]]] = defaultdict(list)
+        self._copied_s: list[list[float]] = []
         self._num_alloc_retries = 0
         self._memory: dict[Phase, list[tuple[DeviceMemory, ...]]] = defaultdict(list)
         self._resting: list[tuple[DeviceMemory, ...]] = []
@@ -43,15 +44,18 @@ class Recorder:
             self._resting.append(self._hardware.memory())  # nothing has run since: the peak is what is held at rest
         # what takes time to ask for is asked before the clock, and after it
         num_retries_before = sum(self._hardware.num_alloc_retries())
-        busy_before = self._hardware.busy_s()
+        busy_before, copied_before = self._hardware.busy_s(), self._hardware.copied_s()
         start_s = self._hardware.clock()
         yield
         self.times_s[name].append(self._hardware.clock() - start_s)
-        busy_after = self._hardware.busy_s()
+        busy_after, copied_after = self._hardware.busy_s(), self._hardware.copied_s()
         if name in ("micro_step", "unbroken_round") and busy_before is not None and busy_after is not None:
             busy = [after - before for before, after in zip(busy_before, busy_after, strict=True)]
             if any(busy):  # else the job reached its model by another way, and nothing was seen
                 self._busy_s[name].append(busy)
+        if name == "micro_step" and copied_before is not None and copied_after is not None:
+            copied = [after - before for before, after in zip(copied_before, copied_after, strict=True)]
+            self._copied_s.append(copied)
         if name in TIMED:
             self._num_alloc_retries += sum(self._hardware.num_alloc_retries()) - num_retries_before
         self._memory[name].append(self._hardware.memory())
@@ -60,6 +64,8 @@ class Recorder:
         """Forget the latest times of these phases, so many of each: what ran was no step. Its peaks of memory stay."""
         for name, count in phases.items():
             del self.times_s[cast("Phase", name)][-count:]
+            if name == "micro_step":
+                del self._copied_s[-count:]
 
     def measurement(self, split: BatchSplit) -> Measurement:
         """What was recorded of `split`, with outcome `OK`, and what was noted in `notes` and `loss_exponent`.
@@ -79,6 +85,7 @@ class Recorder:
             whole_step_times_s=tuple(self.times_s["whole_step"]),
             memory=self._peaks(),
             device_busy_s=self._device_busy_s(min(split.accumulation_steps, KINDS_OF_MICRO_STEP)),
+            device_copied_s=self._device_copied_s(),
             num_alloc_retries=self._num_alloc_retries,
             notes=tuple(self.notes),
             loss_exponent=self.loss_exponent,
@@ -94,6 +101,13 @@ class Recorder:
         rounds = self._busy_s["unbroken_round"]
         micro_steps = [[busy / num_micro_steps for busy in each] for each in rounds] or self._busy_s["micro_step"]
         return tuple(map(median, zip(*micro_steps, strict=True))) if micro_steps else None
+
+    def _device_copied_s(self) -> tuple[float, ...] | None:
+        """The median typical micro-step's: parameters and gradients are copied in others, once a step."""
+        copied = self._copied_s
+        if len(copied) == KINDS_OF_MICRO_STEP * len(self.times_s["update"]):
+            copied = copied[1::KINDS_OF_MICRO_STEP]
+        return tuple(map(median, zip(*copied, strict=True))) if copied else None
 
     def _peaks(self) -> tuple[DeviceMemory, ...]:
         readings = [reading for phase in self._memory.values() for reading in phase]

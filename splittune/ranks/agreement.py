@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,10 @@ from splittune.errors import ConfigError, DeviceError, InvalidSplitError
 ARRIVAL_TIMEOUT_S = 60.0
 # Seconds for what takes no work: that everybody has read an error before rank 0, which may be the store's host, ends.
 _READING_TIMEOUT_S = 10.0
+# Seconds after which it is said who has not come yet. A choice: what is shorter needs no word.
+_LONG_S = 2.0
+
+logger = logging.getLogger(__name__)
 
 Prepared = TypeVar("Prepared")
 
@@ -104,7 +109,10 @@ class _Meeting:
         return verdict
 
     def _judged(self, deadline: float) -> str:
-        absent = self._absent(deadline)
+        absent = self._absent(min(deadline, time.monotonic() + _LONG_S))
+        if absent:
+            logger.info("%s: waiting for %s of %d", self.stage, named(absent), self.num_ranks)
+            absent = self._absent(deadline)
         if absent:
             return self._absence(absent)
         return differences([json.loads(self.store.get(f"said/{rank}")) for rank in range(self.num_ranks)])

@@ -40,8 +40,10 @@ class MemoryParts:
     parameter_bytes: int | None = None
     """Of `fixed_bytes` the parameters and buffers; None where the model's size is not known."""
     optimizer_bytes: int | None = None
-    """Of `fixed_bytes` what rests on the card besides: the optimizer's state. The rest of `fixed_bytes` are gradients
-    and what else is there at the peak."""
+    """Of `fixed_bytes` what rests on the card besides: the optimizer's state."""
+    gradient_bytes: int | None = None
+    """Of what is left then the gradients, in ranks with their buckets: at most their size. The last rest is whatever
+    else is there at the peak."""
 
 
 def memory_parts(trials: Iterable[Trial], best: Measurement, *, grown: Growth | None = None) -> tuple[MemoryParts, ...]:

@@ -38,6 +38,8 @@ class Found:
     """Why the search ended, as `TuneResult.stopped` has it."""
     facts: tuple[str, ...] = ()
     """What matters most, a sentence or two each."""
+    notes: tuple[str, ...] = ()
+    """What to see to before training; of two strategies which is faster, and why."""
     remedy: str = ""
     explanation: str = ""
     foretold: str = ""
@@ -50,6 +52,7 @@ class Found:
         data: dict[str, Any] = {"schema": SCHEMA, **{name: getattr(self, name) for name in _WORDS}}
         data |= {
             "facts": list(self.facts),
+            "notes": list(self.notes),
             "best": self.best.to_dict(),
             "baseline": None if self.baseline is None else self.baseline.to_dict(),
             "best_parts": [asdict(parts) for parts in self.best_parts],
@@ -78,6 +81,7 @@ class Found:
                     baseline_parts=_parts(data["baseline_parts"]),
                     modules=tuple(ModuleMemory(**module) for module in data["modules"]),
                     facts=tuple(map(str, data["facts"])),
+                    notes=tuple(map(str, data["notes"])),
                     **{name: str(data[name]) for name in _WORDS},
                 )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

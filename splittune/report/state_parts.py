@@ -38,8 +38,10 @@ class PartsOfTrials:
     """What each card's peak is made of at any split of a search; what a sample costs is worked out once.
 
     Worked, in MiB: of 40 that no batch size changes, on a card on which 30 rest before a forward, a model of 10 and its
-    gradients of 10, which wait there between micro-batches, leave 10 for the optimizer's state; the last 10 are
-    gradients and whatever else is there at the peak. In ranks buckets as large as the gradients rest there as well.
+    gradients of 10, which wait there between micro-batches, leave 10 for the optimizer's state. Of the last 20 the
+    gradients are 10, and 10 is whatever else is there at the peak. In ranks buckets as large as the gradients rest
+    there as well. Where no gradients wait, those that the backward pass makes are taken to be there: as many as there
+    is room for.
     """
 
     def __init__(self, trials: Iterable[Trial], strategy: Strategy, model: ModelBytes | None) -> None:
@@ -83,9 +85,9 @@ class PartsOfTrials:
         fixed, resting = part.fixed_bytes, memory.resting_bytes
         if fixed is None or resting is None:
             return part
-        parameters = min(model.parameter_bytes, fixed)
-        if part.device and not self._in_ranks:  # GPU 0 alone updates
-            return replace(part, parameter_bytes=parameters, optimizer_bytes=0)
+        parameters, state = min(model.parameter_bytes, fixed), 0
         waiting = model.gradient_bytes * (accumulates + self._in_ranks)
-        state = max(0, min(resting - model.parameter_bytes - waiting, fixed - parameters))
-        return replace(part, parameter_bytes=parameters, optimizer_bytes=state)
+        if self._in_ranks or not part.device:  # else GPU 0 alone updates
+            state = max(0, min(resting - model.parameter_bytes - waiting, fixed - parameters))
+        gradients = min(max(waiting, model.gradient_bytes), fixed - parameters - state)
+        return replace(part, parameter_bytes=parameters, optimizer_bytes=state, gradient_bytes=gradients)

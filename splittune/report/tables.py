@@ -88,8 +88,10 @@ _DEVICES_TYPES = {
     "fixed_bytes": "Int64",
     "parameter_bytes": "Int64",
     "optimizer_bytes": "Int64",
+    "gradient_bytes": "Int64",
     "reserve_bytes": "Int64",
     "busy_s": "Float64",
+    "copied_s": "Float64",
     "outcome": "string",
 }
 
@@ -111,7 +113,7 @@ def trials_table(
     | `accumulation_steps` | | micro-batches in one optimizer step |
     | `micro_batch_size` | samples | of the largest micro-batch, all devices together |
     | `gpu0_bsz` | samples | device 0's part of the largest micro-batch |
-    | `shard_sizes` | samples | every device's part of the largest micro-batch: `5+20+20+19`; of many `512x4+512x12` |
+    | `shard_sizes` | samples | every device's part of the largest micro-batch: `5+20+20+19` |
     | `loss_placement` | | `output`: from gathered outputs, on GPU 0; `replica`: in each replica |
     | `throughput_samples_per_s` | samples/s | global batch over step time |
     | `step_time_s` | s | median whole step, or else accumulation steps x micro-step + update |
@@ -178,8 +180,10 @@ def devices_table(
     | `fixed_bytes` | bytes | derived: the rest of the peak in forward and backward, which no batch size changes |
     | `parameter_bytes` | bytes | of `fixed_bytes`: parameters and buffers, a size of the model |
     | `optimizer_bytes` | bytes | of `fixed_bytes`, derived: what rests there besides parameters and gradients |
+    | `gradient_bytes` | bytes | of `fixed_bytes`, derived: gradients, in ranks with their buckets: at most their size |
     | `reserve_bytes` | bytes | peak reserved - peak allocated, both as read: what torch's allocator keeps besides |
     | `busy_s` | s | median time of a micro-step in which the device worked; see below |
+    | `copied_s` | s | of modelled devices: median time of a micro-step in which it stood still for copies |
     | `outcome` | | the trial's outcome, as in `trials.csv` |
 
     What is called derived follows from how peaks grow with shares and micro-batches over all trials (`memory_parts`);
@@ -263,7 +267,7 @@ def _device_rows(
     planned_of = {} if planned is None else {memory.device: memory for memory in planned.memory}
     memory_of = {memory.device: memory for memory in measurement.memory}
     parts_of = {part.device: part for part in parts}
-    busy_s = measurement.device_busy_s
+    busy_s, copied_s = measurement.device_busy_s, measurement.device_copied_s
     return [
         {
             "trial": trial.number,
@@ -274,6 +278,7 @@ def _device_rows(
             **_planned_cells(planned_of.get(device)),
             **_parts_cells(parts_of.get(device)),
             "busy_s": None if busy_s is None else busy_s[device],
+            "copied_s": None if copied_s is None else copied_s[device],
             "outcome": measurement.outcome.value,
         }
         for device, shard_size in enumerate(measurement.split.shard_sizes)
@@ -303,6 +308,7 @@ def _parts_cells(parts: MemoryParts | None) -> dict[str, int | None]:
         "fixed_bytes": None if parts is None else parts.fixed_bytes,
         "parameter_bytes": None if parts is None else parts.parameter_bytes,
         "optimizer_bytes": None if parts is None else parts.optimizer_bytes,
+        "gradient_bytes": None if parts is None else parts.gradient_bytes,
     }
 
 

@@ -180,6 +180,7 @@ class TuneResult:
             job=self.job,
             stopped=self.stopped,
             facts=self.facts,
+            notes=self.notes,
             remedy=self.remedy,
             explanation=self.explanation,
             modules=self.modules,

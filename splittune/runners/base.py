@@ -42,6 +42,8 @@ class DeviceSnapshot:
     is_modelled: bool
     spec: str | None
     memory_before: tuple[DeviceMemory, ...]
+    nodes: tuple[str, ...] = ()
+    """The machine of each rank; empty where one process runs the job."""
 
     @classmethod
     def of(cls, hardware: DeviceView) -> DeviceSnapshot:
@@ -75,14 +77,17 @@ class JobFacts:
     """What would make it faster."""
     no_replica_loss: str | None = None
     """Why the loss cannot be placed in the replicas, though either placement was asked for; None where it can."""
-    nodes: tuple[str, ...] = ()
-    """The machine of each rank; empty where one process runs the job."""
     parameter_bytes: int | None = None
     """Of the model's parameters and buffers."""
     gradient_bytes: int | None = None
     """Of the parameters that are trained."""
     modules: tuple[ModuleMemory, ...] = ()
     """What the model's modules hold, most first."""
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The machine of each rank; empty where one process runs the job."""
+        return self.cards.nodes
 
     @classmethod
     def of(cls, task: TrainingTask, samples: SampleBatch, hardware: DeviceView) -> JobFacts:
@@ -113,8 +118,8 @@ class JobFacts:
         cards["devices"] = tuple(Device(**device) for device in cards["devices"])
         cards["memory_before"] = tuple(DeviceMemory(**memory) for memory in cards["memory_before"])
         modules = tuple(ModuleMemory(**module) for module in data.get("modules", ()))
-        nodes = tuple(data.get("nodes", ()))
-        return cls(**{**data, "cards": DeviceSnapshot(**cards), "modules": modules, "nodes": nodes})
+        cards["nodes"] = tuple(cards.get("nodes", ()))
+        return cls(**{**data, "cards": DeviceSnapshot(**cards), "modules": modules})
 
 
 class SplitProfiler(Protocol):

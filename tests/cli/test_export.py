@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.cli.command_line import CARDS, Run
@@ -27,6 +28,26 @@ def test_a_tool_that_is_not_installed_is_said(run: Run) -> None:
     ended = run("export", "split", "--to", "torchtitan")
     assert ended.code == 0
     assert "torchtitan is not installed here: pip install torchtitan==" in ended.out
+
+
+def test_what_cannot_be_exported_is_said(run: Run) -> None:
+    """A batch that no even split makes, a table that was cut, a config of a newer schema: exit status 2, no file."""
+    run("tune", "job.py:make_task", *CARDS, "--global-batch-size", "9", "--out", "odd", "-q")
+    ended = run("export", "odd", "--to", "accelerate")
+    assert ended.code == 2
+    assert "expected a global batch that 2 devices divide evenly" in ended.error
+    assert "are 8 or 10" in ended.error
+    assert run("export", "odd", "--to", "torchrun").code == 0, "which takes any shares"
+    trials, config = Path("odd/trials.csv"), Path("odd/split.json")
+    trials.write_text(trials.read_text()[:-9])
+    ended = run("export", "odd", "--to", "deepspeed")
+    assert ended.code == 2
+    assert "odd/trials.csv is half-written" in ended.error
+    config.write_text(re.sub(r'"schema": \d+', '"schema": 99', config.read_text()))
+    ended = run("export", "odd", "--to", "deepspeed")
+    assert ended.code == 2
+    assert "schema is 99, newer than this splittune reads" in ended.error
+    assert sorted(path.name for path in Path("odd").glob("*.json")) == ["result.json", "split.json"]
 
 
 def test_bad_input_is_said(run: Run) -> None:

@@ -82,8 +82,8 @@ def test_plan_answers_first_and_writes_everything(run: Run, tmp_path: Path) -> N
     answer = ended.out.index("\nBest: ")
     assert ended.out.index("4 of 4: 1xRTX3090, batch 16") < answer < ended.out.index("\nModelled, a row for each")
     assert (
-        "Saved in made/here: capacity.csv, capacity.png, report.html, 4 configs (split-2xT400-4GB-8.json, ...)"
-        in ended.out
+        "Saved in made/here: capacity.csv, modules.csv, capacity.png, report.html, 4 configs "
+        "(split-2xT400-4GB-8.json, ...)" in ended.out
     )
     assert 'config.wrap(model, devices=["cuda:0", ...])' in ended.out
     best = max(rows, key=lambda row: float(row["throughput_samples_per_s"]))

@@ -22,6 +22,20 @@ def test_report_writes_what_tune_wrote(run: Run, tmp_path: Path) -> None:
     assert b"modelled" in page
 
 
+def test_two_plans_have_the_same_report(run: Run, tmp_path: Path) -> None:
+    """Byte for byte, as have two searches; `report` makes it again from the tables."""
+    for out in ("one", "two"):
+        ended = run("plan", "job.py:make_task", *CARDS, "--max-trials", "3", "--quiet", "--out", out)
+        assert (ended.code, ended.err) == (0, "")
+    for name in ("report.html", "capacity.csv", "modules.csv"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    page = (tmp_path / "one/report.html").read_bytes()
+    assert b"Which modules hold it" in page
+    (tmp_path / "one/report.html").unlink()
+    assert run("report", "one").code == 0
+    assert (tmp_path / "one/report.html").read_bytes() == page
+
+
 def test_a_search_in_which_nothing_fits_has_a_report(run: Run, tmp_path: Path) -> None:
     """What was tried, and what lacked; `report` makes it again."""
     full = ("--devices", "2xT400-4GB:occupied=3800MiB")

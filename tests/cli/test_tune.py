@@ -10,12 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from splittune import SplitConfig
-from splittune.cli.tune import names_cuda_devices
+from splittune.cli.tune import names_cuda_devices, tune_and_save
+from splittune.report import TuneResult
 from splittune.report.progress import HEADER
+from splittune.runners.base import DeviceSnapshot
+from splittune.split import SplitSpace
+from splittune.tuner import TuneCallback
 from tests.cli.command_line import CARDS, Run, trials_in
 from tests.processes import DEADLINE_S, wait_until
+from tests.report.page import folders
 
 TRIAL_LINE = re.compile(r" +\d+  \d+ x \(")
 
@@ -128,7 +134,34 @@ def test_ctrl_c_keeps_the_finished_trials(run: Run, tmp_path: Path) -> None:
     assert f"Finished trials kept in out/trials.csv: {len(trials)}." in ended.out
     assert trials
     assert (tmp_path / "out/devices.csv").exists()
+    assert "What was tried: out/report.html" in ended.out
+    page = (tmp_path / "out/report.html").read_bytes()
+    assert b"The search is not finished" in page
+    assert run("report", "out").code == 0
+    assert (tmp_path / "out/report.html").read_bytes() == page
     assert not (tmp_path / "out/split.json").exists()
+
+
+@pytest.mark.usefixtures("run")
+def test_ranks_and_their_machines_are_kept_as_well(tmp_path: Path) -> None:
+    """In the tables of a search that was interrupted as in those of one that ended."""
+    result = folders.search(folders.RANKS, batch=512)
+
+    def interrupted(callback: TuneCallback) -> TuneResult:
+        nodes = tuple(f"host{rank // 8}" for rank in range(64))
+        cards = DeviceSnapshot(
+            devices=result.config.devices, is_modelled=False, spec=None, memory_before=result.best.memory, nodes=nodes
+        )
+        callback.on_start(cards, SplitSpace(global_batch_size=512, num_devices=64), 12)
+        callback.on_trial(result.trials[0])
+        raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit):
+        tune_and_save(interrupted, tmp_path, quiet=True, verbose=False)
+    with (tmp_path / "devices.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["rank"], row["node"]) for row in rows] == [(str(rank), f"host{rank // 8}") for rank in range(64)]
+    assert "The search is not finished" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_search_goes_on_where_it_was_stopped(run: Run, tmp_path: Path) -> None:

@@ -345,6 +345,14 @@ def test_a_half_written_table_is_refused(folder: Path, edit: Callable[[list[str]
         export_saved(edited(folder, edit), "deepspeed")
 
 
+def test_a_table_that_ends_in_the_middle_of_a_line_is_refused(folder: Path) -> None:
+    """Also where all its cells are there: the last one is cut."""
+    path = folder / "trials.csv"
+    path.write_text(path.read_text().rstrip("\n"))
+    with pytest.raises(ConfigError, match=r"trials\.csv is half-written: its last line does not end.*tune again"):
+        export_saved(folder, "deepspeed")
+
+
 def test_a_folder_without_a_config_says_what_it_holds(folder: Path) -> None:
     """A plan's folder has configs of other names."""
     (folder / "split.json").rename(folder / "4xRTX3090-64.json")

@@ -121,14 +121,22 @@ def test_a_loader_of_other_batches_is_refused() -> None:
     options = split_trainer_options(one_process(UNEVEN))
     trainer = pl.Trainer(**options, logger=False, barebones=True, max_epochs=1)
     with pytest.raises(ConfigError, match="a batch of 15 samples"):
-        trainer.fit(Module(), loader(15))
+        trainer.fit(Module(), loader(15), loader())
 
 
 def test_several_loaders_are_refused() -> None:
     """Their batches would come side by side."""
     trainer = pl.Trainer(**split_trainer_options(one_process(UNEVEN)), logger=False, barebones=True, max_epochs=1)
     with pytest.raises(ConfigError, match="the training loader is a list"):
-        trainer.fit(TwoLoaders())
+        trainer.fit(TwoLoaders(), val_dataloaders=loader())
+
+
+@pytest.mark.parametrize("config", [one_process(UNEVEN), config_of(2, split=UNEVEN)], ids=["dp", "ddp"])
+@pytest.mark.parametrize("given", [{"weight_fn": len}, {"loss_fn": torch.nn.functional.mse_loss, "weight_fn": len}])
+def test_a_loss_beside_the_modules_is_refused(config: SplitConfig, given: dict[str, Any]) -> None:
+    """The strategy would never call it: where to train a mean over tokens is said."""
+    with pytest.raises(ConfigError, match=rf"the strategy is given {' and '.join(sorted(given))}: expected none"):
+        split_trainer_options(config, **given)
 
 
 def test_tuning_before_fit_trains_what_it_found(truth: list[list[torch.Tensor]], tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from splittune import BatchSplit, ConfigError, SplitConfig
+from splittune.exports import TOOLS
 from splittune.hardware import resolve_hardware
 from tests.integrations.launch import on_two_ranks, worst_error
 from tests.ranks.cases import config_of
 
 transformers = pytest.importorskip("transformers")
 
-from splittune.integrations.transformers import SplitTrainerMixin  # noqa: E402  it needs transformers
+from splittune.integrations.transformers import SplitTrainerMixin, check_trainer  # noqa: E402  it needs transformers
 from tests.integrations import trainer_job  # noqa: E402  so does this
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the libraries' own
@@ -127,3 +128,54 @@ def test_resuming_needs_its_data_in_order(tmp_path: Path) -> None:
     trainer = SplitTrainerMixin(**arguments(tmp_path), split_config=one_process(UNEVEN))
     with pytest.raises(ConfigError, match="ignore_data_skip"):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_the_trainer_is_inside_what_the_mixin_was_written_for() -> None:
+    """The private parts that it uses: it fails here when a release changes one."""
+    check_trainer(transformers.Trainer)
+
+
+class Narrower(transformers.Trainer):  # type: ignore[misc]  it is Any to mypy
+    def _wrap_model(self, model: Any, training: bool = True) -> Any: ...
+
+
+class Reordered(transformers.Trainer):  # type: ignore[misc]  it is Any to mypy
+    def _get_num_items_in_batch(self, device: Any, batch_samples: Any) -> Any: ...
+
+
+class Missing(transformers.Trainer):  # type: ignore[misc]  it is Any to mypy
+    get_batch_samples = None
+
+
+class ReadsElsewhere(transformers.Trainer):  # type: ignore[misc]  it is Any to mypy
+    def get_train_dataloader(self) -> Any:
+        return self._get_dataloader(self.train_dataset, "Training", self.batch_of_args)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        (Narrower, r"Trainer\._wrap_model takes \(model, training\), not \(model, training, dataloader\)"),
+        (Reordered, r"Trainer\._get_num_items_in_batch takes \(device, batch_samples\)"),
+        (Missing, r"Trainer\.get_batch_samples is missing"),
+        (ReadsElsewhere, r"Trainer\.get_train_dataloader does not read _train_batch_size"),
+    ],
+)
+def test_a_trainer_with_other_inner_parts_is_refused(
+    trainer: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is made, with the release that is here, the one that was tried, and what to do."""
+    monkeypatch.setattr("splittune.integrations.transformers.Trainer", trainer)
+    here, tried = transformers.__version__, TOOLS["transformers"].tried_with
+    with pytest.raises(ConfigError, match=message) as raised:
+        SplitTrainerMixin(**arguments(tmp_path), split_config=one_process(UNEVEN))
+    assert f"in Transformers {here}: expected what {tried} has" in str(raised.value)
+    assert f"pip install 'transformers=={tried}'" in str(raised.value)
+
+
+def test_a_count_of_cards_that_is_kept_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the Trainer would put nn.DataParallel around a model that is on all cards already."""
+    made = arguments(tmp_path)
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda _: 4))
+    with pytest.raises(ConfigError, match=r"TrainingArguments\.n_gpu is 4 after _n_gpu was set to 1"):
+        SplitTrainerMixin(**made, split_config=one_process(UNEVEN))

@@ -38,7 +38,7 @@ def test_everything_is_saved(planned: Plan, tmp_path: Path) -> None:
     ]
     assert [row["config"] for row in rows] == names
     files = {path.name for path in (tmp_path / "made" / "here").iterdir()}
-    assert files == {"capacity.csv", "capacity.png", "report.html", *names}
+    assert files == {"capacity.csv", "capacity.png", "modules.csv", "report.html", *names}
     for row, search in zip(rows, planned.searches, strict=True):
         config = SplitConfig.load(tmp_path / "made" / "here" / row["config"])
         assert search.result is not None

@@ -93,6 +93,9 @@ class FakeHardware:
             self._busy_s = tuple(s + more for s, more in zip(self._busy_s, next(self._busy), strict=True))
         return self._busy_s
 
+    def copied_s(self) -> tuple[float, ...] | None:
+        return None
+
     def reset_peaks(self) -> None:
         self.log.append("reset_peaks")
 

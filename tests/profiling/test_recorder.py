@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -150,3 +151,32 @@ def test_a_phase_that_fails_is_no_sample() -> None:
     assert recorder.times_s["micro_step"] == []
     with pytest.raises(ValueError, match="without a measured step"):
         recorder.measurement(SPLIT)
+
+
+class Copying(FakeHardware):
+    """Of every phase its devices stand still for one entry of `copies`."""
+
+    def __init__(self, copies: list[tuple[float, float]], **options: Any) -> None:
+        super().__init__(**options)
+        self._copies, self._reads = copies, 0
+
+    def copied_s(self) -> tuple[float, ...]:
+        """The second of two readings comes one phase later."""
+        done = self._copies[: (self._reads + 1) // 2]
+        self._reads += 1
+        return tuple(sum(each[device] for each in done) for device in range(2))
+
+
+def test_copies_are_those_of_a_typical_micro_step() -> None:
+    """Not of the first and the last of a round, which copy parameters and gradients; dropped ones do not count."""
+    once = [(5.0, 4.0), (1.0, 0.5), (3.0, 2.0), (0.0, 0.0)]
+    round_of = ("micro_step", "micro_step", "micro_step", "update")
+    recorder = record(Copying(2 * once, durations_s=[1.0] * 8), *round_of, *round_of)
+    assert recorder.measurement(SPLIT).device_copied_s == (1.0, 0.5)
+    recorder.drop_latest(micro_step=3, update=1)
+    assert recorder.measurement(SPLIT).device_copied_s == (1.0, 0.5)
+    alone = record(Copying(once, durations_s=[1.0] * 4), "micro_step", "update").measurement(SPLIT)
+    assert alone.device_copied_s == (5.0, 4.0)
+    assert (
+        record(FakeHardware(durations_s=[1.0, 1.0]), "micro_step", "update").measurement(SPLIT).device_copied_s is None
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from splittune.parallel import BalancedDataParallel
+from splittune.ranks import agreement
 from splittune.split import BatchSplit
 from tests.ranks.cases import config_of
 from tests.ranks.pool import GROUP_TIMEOUT_S
@@ -136,3 +139,28 @@ def end_on_two_samples(_: dist.ProcessGroup | None) -> float:
             loss = nn.functional.mse_loss(model(inputs), targets) * micro.weight
             loss.backward()
     return model.sum_over_ranks(loss.item()) / 4
+
+
+def come_late(_: dist.ProcessGroup | None, is_late: bool) -> list[str]:
+    """What this rank logs until all have come; a late one comes when another has said that it waits."""
+    said: list[str] = []
+    store = PrefixStore("come late", agreement.store_of(None))
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            store.set("said", "")
+
+    if is_late:
+        store.wait(["said"], timedelta(seconds=GROUP_TIMEOUT_S))
+    logger, handler, before = agreement.logger, Keep(), (agreement.logger.level, agreement._LONG_S)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    agreement._LONG_S = 0.05
+    try:
+        agreement.agree("config.wrap", lambda: (None, []), timeout_s=GROUP_TIMEOUT_S)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        agreement._LONG_S = before[1]
+    return said

@@ -9,6 +9,7 @@ from torch.distributed import distributed_c10d
 
 from splittune.ranks.agreement import differences, named
 from tests.ranks.disagreements import (
+    come_late,
     count_tokens,
     end_on_two_samples,
     evaluate_alone,
@@ -111,6 +112,12 @@ def test_a_rank_that_never_comes_is_named(pool: Pool, absent: int) -> None:
     found = wrapped(pool, *[None if rank == absent else {"timeout_s": 0.5} for rank in range(2)])
     assert found.pop(absent) == "did not come"
     check_refused(found, f"config.wrap: rank {absent} of 2 has not come within 0.5 s", "give timeout_s")
+
+
+def test_rank_0_says_for_whom_it_waits(pool: Pool) -> None:
+    """Once that takes long, and nobody else does."""
+    found = pool.run_each(come_late, [(False,), (True,), (False,), (True,)])
+    assert found == [["config.wrap: waiting for ranks 1 and 3 of 4"], [], [], []]
 
 
 def test_a_group_of_another_backend_is_refused(pool: Pool) -> None:

@@ -45,6 +45,7 @@ def test_what_rests_besides_parameters_and_waiting_gradients_is_the_optimizers()
     first, second = PartsOfTrials(trials(*RUNS), "dp", MODEL).of(RUNS[-1])
     assert (first.parameter_bytes, first.optimizer_bytes) == (10 * MIB, 20 * MIB)
     assert (second.parameter_bytes, second.optimizer_bytes) == (10 * MIB, 0)
+    assert (first.gradient_bytes, second.gradient_bytes) == (10 * MIB, 10 * MIB)
     single = run(1, 6, 6)
     assert PartsOfTrials(trials(*RUNS, single), "dp", MODEL).of(single)[0].optimizer_bytes == 30 * MIB
 
@@ -53,6 +54,19 @@ def test_ranks_have_buckets_as_large_as_gradients_at_rest() -> None:
     """On every card: of 40 MiB 10 are parameters, 10 gradients, 10 buckets."""
     parts = PartsOfTrials(trials(*RUNS), "ddp", MODEL).of(RUNS[0])
     assert [part.optimizer_bytes for part in parts] == [10 * MIB, 10 * MIB]
+    assert [part.gradient_bytes for part in parts] == [20 * MIB, 20 * MIB]
+
+
+def test_no_part_is_more_than_there_is_room_for() -> None:
+    """Of a model and gradients as large as all that no batch changes, and more: what is left is 0, not below."""
+    for size in (25, 45, 90):
+        large = ModelBytes(parameter_bytes=size * MIB, gradient_bytes=size * MIB)
+        for strategy in ("dp", "ddp"):
+            for part in PartsOfTrials(trials(*RUNS), strategy, large).of(RUNS[0]):
+                assert part.fixed_bytes is not None
+                pieces = (part.parameter_bytes, part.optimizer_bytes, part.gradient_bytes)
+                assert all(piece is not None and piece >= 0 for piece in pieces)
+                assert sum(piece or 0 for piece in pieces) <= part.fixed_bytes
 
 
 def test_without_the_models_size_the_parts_are_those_of_the_trials() -> None:

@@ -52,6 +52,7 @@ RAN = Trial(
         update_times_s=(0.02,),
         memory=tuple(memory(device, reserved) for device, reserved in enumerate((20, 21.5, 21, 20))),
         device_busy_s=(0.05, 0.1, 0.1, 0.09),
+        device_copied_s=(0.02, 0.025, 0.025, 0.02),
     ),
 )
 CONFIRMED = Trial(
@@ -156,7 +157,7 @@ def test_one_row_a_trial_and_device() -> None:
     assert len(frame) == 3 * 4
     row = frame.iloc[1].to_dict()
     planned = ("planned_peak_allocated_bytes", "planned_peak_reserved_bytes")
-    parts = ("share_bytes", "whole_batch_bytes", "fixed_bytes", "parameter_bytes", "optimizer_bytes")
+    parts = ("share_bytes", "whole_batch_bytes", "fixed_bytes", "parameter_bytes", "optimizer_bytes", "gradient_bytes")
     for name in (*planned, *parts, "update_peak_bytes", "single_step_peak_bytes", "resting_bytes"):
         assert pd.isna(row.pop(name))
     assert row.pop("reserve_bytes") == 1
@@ -172,6 +173,7 @@ def test_one_row_a_trial_and_device() -> None:
         "headroom_bytes": int(1.5 * GIB),
         "micro_step_peak_bytes": int(21.5 * GIB) - 1,
         "busy_s": 0.1,
+        "copied_s": 0.025,
         "outcome": "ok",
     }
 

@@ -28,7 +28,12 @@ SPLITS = [
 
 
 # the fields that hold times, with what leaves them out of a comparison
-TIMELESS: dict[str, Any] = {"micro_step_times_s": (1.0,), "update_times_s": (1.0,), "device_busy_s": None}
+TIMELESS: dict[str, Any] = {
+    "micro_step_times_s": (1.0,),
+    "update_times_s": (1.0,),
+    "device_busy_s": None,
+    "device_copied_s": None,
+}
 
 
 def cards(spec: str = "3xT400-4GB") -> VirtualHardware:

@@ -145,6 +145,10 @@ class CudaHardware:
         self._synchronize()
         return self._gauge.busy_s()
 
+    def copied_s(self) -> None:
+        """None: events around a replica do not tell its copies from its waiting."""
+        return
+
     def reset_peaks(self) -> None:
         """Start the peaks of every device anew from what is held now."""
         for device in self._torch_devices:

@@ -181,6 +181,10 @@ class VirtualHardware:
         """Modelled seconds for which each device's kernels ran."""
         return tuple(self.ledger.timeline.busy_s)
 
+    def copied_s(self) -> tuple[float, ...]:
+        """Modelled seconds for which each device's queue stood still for copies."""
+        return tuple(self.ledger.timeline.copied_s)
+
     def link_bytes(self) -> tuple[int, ...]:
         """Bytes over each device's link since `metered` was entered."""
         return tuple(self.ledger.timeline.link_bytes)

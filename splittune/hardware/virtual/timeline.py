@@ -33,6 +33,8 @@ class Timeline:
         self.sent_s = [0.0] * len(gpus)
         self.received_s = [0.0] * len(gpus)
         self.busy_s = [0.0] * len(gpus)
+        self.copied_s = [0.0] * len(gpus)
+        """For how long each device's queue stood still for bytes on their way, not for another device's kernels."""
         self.link_bytes = [0] * len(gpus)
         """Bytes that went over each device's link, in either direction."""
         self._launch_share = 1
@@ -53,13 +55,14 @@ class Timeline:
         and what is launched afterwards waits for it.
         """
         ends = [device for device in (source, target) if device is not None]
-        end_s = self._send(source, target, num_bytes, after=[] if source is None else ends)
+        start_s, end_s = self._send(source, target, num_bytes, after=[] if source is None else ends)
         for device in ends:
+            self.copied_s[device] += max(0.0, end_s - max(start_s, self.finished_s[device]))
             self._hold(device, end_s)
 
     def hop(self, source: int | None, target: int | None, num_bytes: int) -> float:
         """Copy once the queues of both ends have come to it; they go on, and its end is returned."""
-        return self._send(source, target, num_bytes, after=[end for end in (source, target) if end is not None])
+        return self._send(source, target, num_bytes, after=[end for end in (source, target) if end is not None])[1]
 
     def collective(self, devices: Sequence[int], num_bytes: int) -> None:
         """A broadcast from the first device or a sum at it, in slices that pass from device to device at once.
@@ -73,6 +76,7 @@ class Timeline:
         bandwidth = min(self._gpus[device].link_bandwidth_bytes_per_s for device in devices)
         end_s = start_s + (len(devices) - 1) * TRANSFER_LATENCY_S + num_bytes / bandwidth
         for device in devices:
+            self.copied_s[device] += end_s - start_s
             self.finished_s[device] = self.sent_s[device] = self.received_s[device] = end_s
             is_between = device not in (devices[0], devices[-1])
             self.link_bytes[device] += num_bytes * (2 if is_between else 1)
@@ -84,8 +88,10 @@ class Timeline:
     def _hold(self, device: int, until_s: float) -> None:
         self.finished_s[device] = max(self.finished_s[device], until_s)
 
-    def _send(self, source: int | None, target: int | None, num_bytes: int, *, after: Sequence[int]) -> float:
-        """When the bytes have arrived, behind what is on the same way of either link; the slower link decides."""
+    def _send(
+        self, source: int | None, target: int | None, num_bytes: int, *, after: Sequence[int]
+    ) -> tuple[float, float]:
+        """When bytes leave, behind what is on the same way of either link, and arrive; the slower link decides."""
         ends = [device for device in (source, target) if device is not None]
         for device in ends:
             self.link_bytes[device] += num_bytes
@@ -102,7 +108,7 @@ class Timeline:
             self.sent_s[source] = end_s
         if target is not None:
             self.received_s[target] = end_s
-        return end_s
+        return start_s, end_s
 
     def wait_for(self, device: int) -> None:
         """The launching thread reads a value from `device` and stands still until it is there."""

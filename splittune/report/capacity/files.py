@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splittune.report.capacity.picture import draw, save_picture
-from splittune.report.capacity.table import capacity_table
-from splittune.report.files import CAPACITY_FILE, PICTURE_FILE
+from splittune.report.capacity.table import capacity_table, modules_table
+from splittune.report.files import CAPACITY_FILE, MODULES_FILE, PICTURE_FILE
 from splittune.report.page import save_plan_report
 from splittune.report.tables import save_csv
 
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def save_capacity(rows: Sequence[CapacityRow], folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Write ``capacity.csv``, configs, ``capacity.png`` and ``report.html``; returns what was written.
+    """Write ``capacity.csv``, ``modules.csv``, configs, ``capacity.png``, ``report.html``; returns what was written.
 
-    There is a config for each row that has one, and a report where there are rows.
+    There is a config for each row that has one, the modules where they are known, and a report where there are rows.
 
     Without matplotlib the picture is left out, which is logged with the command that installs it; one that an earlier
     plan left there is removed, for it would show other rows than the table.
@@ -39,6 +39,11 @@ def save_capacity(rows: Sequence[CapacityRow], folder: str | os.PathLike[str]) -
         for row, name in zip(rows, names, strict=True)
         if row.config is not None and name is not None
     ]
+    modules = next((row.modules for row in rows if row.modules), ())
+    if modules:
+        written.append(save_csv(modules_table(modules), place / MODULES_FILE))
+    else:
+        (place / MODULES_FILE).unlink(missing_ok=True)
     try:
         figure = draw(rows)
     except ModuleNotFoundError as error:

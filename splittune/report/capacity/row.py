@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.report.diagnosis import diagnose
 from splittune.report.explain import facts_of
-from splittune.report.memory_parts import MemoryParts, memory_parts
-from splittune.report.ranks import parts_of_ranks, why_ranks
+from splittune.report.memory_parts import MemoryParts
+from splittune.report.ranks import why_ranks
+from splittune.report.state_parts import ModelBytes, PartsOfTrials
 from splittune.report.words import count_of, gpus
 from splittune.search.judged_trials import oom_devices_of
 from splittune.search.result import Trial, speedup_over
+from splittune.training.module_memory import ModuleMemory
 from splittune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -70,6 +72,10 @@ class CapacityRow:
     config: SplitConfig | None = None
     message: str = ""
     """What was lacking, and where; empty for what fits."""
+    model: ModelBytes | None = None
+    """What the model takes once; None where nobody said."""
+    modules: tuple[ModuleMemory, ...] = ()
+    """What its modules hold, most first."""
     is_given: bool = False
     """Whether its split was given, not searched: it has nothing beside it."""
 
@@ -92,7 +98,7 @@ class CapacityRow:
         """What each card's peak is made of at the best split; empty for what did not run."""
         if self.best is None or not self.ran:
             return ()
-        return (parts_of_ranks if self.strategy == "ddp" else memory_parts)(self.trials, self.best)
+        return PartsOfTrials(self.trials, self.strategy, self.model).of(self.best)
 
     @property
     def needs_splitting(self) -> bool:

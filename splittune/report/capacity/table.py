@@ -16,6 +16,7 @@ from splittune.report.words import shares_of
 if TYPE_CHECKING:
     from splittune.profiling.measurement import Measurement
     from splittune.report.capacity.row import CapacityRow
+    from splittune.training.module_memory import ModuleMemory
 
 # Between the figures of a machine's cards, in the order of the cards.
 SEPARATOR = ";"
@@ -52,10 +53,14 @@ _TYPES = {
     "outside_bytes": "string",
     "peak_reserved_bytes": "string",
     "headroom_bytes": "string",
+    "min_headroom_bytes": "string",
     "peak_allocated_bytes": "string",
     "share_bytes": "string",
     "whole_batch_bytes": "string",
     "fixed_bytes": "string",
+    "parameter_bytes": "string",
+    "optimizer_bytes": "string",
+    "gradient_bytes": "string",
     "update_peak_bytes": "string",
     "outcome": "string",
     "config": "string",
@@ -104,10 +109,14 @@ def capacity_table(rows: Iterable[CapacityRow], *, config_names: Sequence[str | 
     | `outside_bytes` | bytes | of each card: held by others, other programs and the CUDA context |
     | `peak_reserved_bytes` | bytes | of each card: the most that torch's caching allocator holds |
     | `headroom_bytes` | bytes | of each card: total - outside - peak reserved |
+    | `min_headroom_bytes` | bytes | of each card: what had to stay free there |
     | `peak_allocated_bytes` | bytes | of each card: most that live tensors take in forward and backward |
     | `share_bytes` | bytes | of each card: grows with its own share of the micro-batch: activations |
     | `whole_batch_bytes` | bytes | of each card: grows with the whole micro-batch: outputs and loss on card 0 |
     | `fixed_bytes` | bytes | of each card: what no batch size changes: parameters, gradients, optimizer state |
+    | `parameter_bytes` | bytes | of each card, of `fixed_bytes`: parameters and buffers, a size of the model |
+    | `optimizer_bytes` | bytes | of each card, of `fixed_bytes`: what rests there besides parameters and gradients |
+    | `gradient_bytes` | bytes | of each card, of `fixed_bytes`: gradients, in ranks with buckets: at most their size |
     | `update_peak_bytes` | bytes | of each card: the optimizer's update, where that is the higher peak; else empty |
     | `outcome` | | `ok`; of what does not fit `out_of_memory`, `no_headroom` or `crashed` |
     | `config` | | the file of the config to train with |
@@ -130,6 +139,29 @@ def capacity_table(rows: Iterable[CapacityRow], *, config_names: Sequence[str | 
     rows = list(rows)
     names = [None] * len(rows) if config_names is None else list(config_names)
     return frame_of([_row(row, name) for row, name in zip(rows, names, strict=True)], _TYPES)
+
+
+def modules_table(modules: Iterable[ModuleMemory]) -> pd.DataFrame:
+    """``modules.csv``: what each module of the planned job holds, most first, modules of a list together.
+
+    | column | unit | meaning |
+    |---|---|---|
+    | `module` | | its name: `transformer.h.*.mlp` |
+    | `count` | | modules of that name |
+    | `parameter_bytes` | bytes | parameters and buffers of all of them |
+    | `activation_bytes` | bytes | what their forward keeps of one sample for the backward; empty where not known |
+    """
+    rows = [
+        {
+            "module": each.name,
+            "count": each.count,
+            "parameter_bytes": each.parameter_bytes,
+            "activation_bytes": each.activation_bytes,
+        }
+        for each in modules
+    ]
+    types = {"module": "string", "count": "Int64", "parameter_bytes": "Int64", "activation_bytes": "Int64"}
+    return frame_of(rows, types)
 
 
 def _row(row: CapacityRow, config_name: str | None) -> dict[str, Any]:
@@ -191,11 +223,15 @@ def _memory_cells(row: CapacityRow) -> dict[str, Any]:
     memory = row.best.memory if row.best is not None and row.ran else ()
     for name in ("total_bytes", "outside_bytes", "peak_reserved_bytes", "headroom_bytes"):
         cells[name] = _joined([getattr(each, name) for each in memory])
+    cells["min_headroom_bytes"] = _joined([] if row.config is None else row.config.min_headroom_bytes)
     parts = {
         "peak_allocated_bytes": "peak_bytes",
         "share_bytes": "per_share_bytes",
         "whole_batch_bytes": "whole_batch_bytes",
         "fixed_bytes": "fixed_bytes",
+        "parameter_bytes": "parameter_bytes",
+        "optimizer_bytes": "optimizer_bytes",
+        "gradient_bytes": "gradient_bytes",
         "update_peak_bytes": "update_peak_bytes",
     }
     for name, part in parts.items():

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from splittune.config.files import write_atomically
 from splittune.report.files import CAPACITY_FILE, REPORT_FILE, TRIALS_FILE
-from splittune.report.page.planned import plan_page, read_plan
+from splittune.report.page.of_tables import page_of_tables
+from splittune.report.page.planned import plan_page, read_modules, read_plan
 from splittune.report.page.source import read_search, read_tables
 from splittune.report.page.tuned import search_page
 
@@ -28,14 +29,19 @@ def save_report(folder: str | os.PathLike[str]) -> Path:
 
 def save_search_report(folder: str | os.PathLike[str]) -> Path:
     """`save_report` of a search."""
-    return write_atomically(Path(folder) / REPORT_FILE, search_page(read_search(folder)))
+    files = read_search(folder)
+    page = page_of_tables(files) if files.config is None else search_page(files)
+    return write_atomically(Path(folder) / REPORT_FILE, page)
 
 
-def save_failed_report(folder: str | os.PathLike[str]) -> Path:
-    """The same of a search in which nothing fitted: from its tables alone, whatever config an earlier one left."""
-    return write_atomically(Path(folder) / REPORT_FILE, search_page(read_tables(folder)))
+def save_tables_report(folder: str | os.PathLike[str]) -> Path:
+    """The same of a search that left no config, for nothing fitted or it was interrupted: from its tables alone.
+
+    A config that an earlier search has left there is not looked at.
+    """
+    return write_atomically(Path(folder) / REPORT_FILE, page_of_tables(read_tables(folder)))
 
 
 def save_plan_report(folder: str | os.PathLike[str]) -> Path:
     """`save_report` of a plan."""
-    return write_atomically(Path(folder) / REPORT_FILE, plan_page(read_plan(folder)))
+    return write_atomically(Path(folder) / REPORT_FILE, plan_page(read_plan(folder), read_modules(folder)))

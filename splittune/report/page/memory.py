@@ -18,7 +18,8 @@ NAMES = {
     "others": "other programs, CUDA context",
     "parameters": "parameters",
     "optimizer": "optimizer state",
-    "gradients": "gradients and the rest that no batch changes",
+    "gradients": "gradients",
+    "rest": "the rest that no batch changes",
     "fixed": "parameters, gradients, optimizer",
     "whole": "outputs and loss of the whole micro-batch",
     "share": "activations of its share",
@@ -93,8 +94,12 @@ def pieces_of(memory: DeviceMemory, parts: MemoryParts | None) -> tuple[tuple[st
         if parts.parameter_bytes is None or parts.optimizer_bytes is None:
             pieces.append(("fixed", parts.fixed_bytes))
         else:
-            rest = parts.fixed_bytes - parts.parameter_bytes - parts.optimizer_bytes
-            pieces += [("parameters", parts.parameter_bytes), ("optimizer", parts.optimizer_bytes), ("gradients", rest)]
+            state = {
+                "parameters": parts.parameter_bytes,
+                "optimizer": parts.optimizer_bytes,
+                "gradients": parts.gradient_bytes or 0,
+            }
+            pieces += [*state.items(), ("rest", parts.fixed_bytes - sum(state.values()))]
         pieces += [("whole", parts.whole_batch_bytes or 0), ("share", parts.per_share_bytes or 0)]
         held = sum(size for kind, size in pieces if kind != "others")
         pieces.append(("reserve", memory.peak_reserved_bytes - held))

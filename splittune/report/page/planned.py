@@ -7,20 +7,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
+from typing import cast, get_args
 
+from splittune.config.data import Strategy
 from splittune.config.files import read_text
 from splittune.errors import ConfigError
 from splittune.hardware.base import Device, DeviceMemory
-from splittune.report.files import CAPACITY_FILE
+from splittune.report.capacity.strategies import Use, compared_uses
+from splittune.report.files import CAPACITY_FILE, MODULES_FILE
 from splittune.report.memory_parts import MemoryParts
 from splittune.report.page.document import document, headline, pictured, section, tile, tiles
 from splittune.report.page.markup import Markup, join, tag
 from splittune.report.page.memory import CardMemory, limits_picture, pieces_of
+from splittune.report.page.modules import modules_picture, modules_table
 from splittune.report.page.picture import Picture, across, cut, dot, line, square, ticks, words
 from splittune.report.page.search import rate_text
 from splittune.report.page.source import known, rows_of
-from splittune.report.page.tables import table
+from splittune.report.page.tables import limits_tables, table
 from splittune.report.words import LEAST_SPEEDUP, count_of, describe_model_error
+from splittune.training.module_memory import ModuleMemory
 from splittune.units import format_bytes, format_time
 
 # Between the figures of a machine's cards in capacity.csv.
@@ -49,6 +54,14 @@ class PlanRow:
     why: str
     config: str
     message: str
+    use: Use
+    """What a comparison of strategies needs of it."""
+
+    @property
+    def largest_share(self) -> int:
+        """Samples: of ``"2 x (8+24)"`` 24, of ``"2 x (512x4+512x12)"`` 12."""
+        shares = self.shape.partition("(")[2].rstrip(")")
+        return max((int(share.rpartition("x")[2]) for share in shares.split("+") if share), default=0)
 
     @property
     def machine(self) -> str:
@@ -68,29 +81,61 @@ def read_plan(folder: str | os.PathLike[str]) -> tuple[PlanRow, ...]:
     return rows
 
 
-def plan_page(rows: Sequence[PlanRow]) -> str:
+def read_modules(folder: str | os.PathLike[str]) -> tuple[ModuleMemory, ...]:
+    """What the job's modules hold; none where the plan has not looked.
+
+    Raises:
+        ConfigError: ``modules.csv`` is half-written.
+    """
+    path = Path(folder) / MODULES_FILE
+    return rows_of(read_text(path, "Plan again."), str(path), _module_of) if path.is_file() else ()
+
+
+def plan_page(rows: Sequence[PlanRow], modules: Sequence[ModuleMemory] = ()) -> str:
     """``report.html`` of a plan."""
     pictures = plan_pictures(rows)
     lacking = [f"{row.machine}, batch {row.global_batch_size}: {row.message}" for row in rows if not row.fits]
     best = _best(rows)
     body = [
         _answer(rows),
-        section("Why", tag("p", best.why), class_="why") if best is not None and best.why else None,
-        *(pictured(picture, plan_table(rows) if name == "curves" else None) for name, picture in pictures.items()),
+        _why(rows, best),
+        pictured(pictures["curves"], plan_table(rows)),
+        pictured(pictures["memory"], *limits_tables(_limits(rows))) if "memory" in pictures else None,
+        _pictured_modules(modules, best),
         section("What does not fit", *(tag("p", cut(text, 400)) for text in lacking)) if lacking else None,
     ]
     title = _headline(best)
     return document(f"splittune: {title}", body, [describe_model_error(), "Written by splittune."])
 
 
+def _why(rows: Sequence[PlanRow], best: PlanRow | None) -> Markup | None:
+    """What limits the best row, and of machines that were planned both ways which is faster."""
+    said = [] if best is None or not best.why else [best.why]
+    said += compared_uses([row.use for row in rows])
+    return section("Why", *(tag("p", text) for text in said), class_="why") if said else None
+
+
 def plan_pictures(rows: Sequence[PlanRow]) -> dict[str, Picture]:
     """The pictures of a plan, by name."""
     pictures = {"curves": _curves(rows)}
-    limits = [(f"batch {row.global_batch_size}: {row.machine}", row.limiting) for row in rows]
-    known_limits = [(name, card) for name, card in limits if card is not None]
-    if known_limits:
-        pictures["memory"] = limits_picture(known_limits)
+    limits = _limits(rows)
+    if limits:
+        pictures["memory"] = limits_picture(limits)
     return pictures
+
+
+def _limits(rows: Sequence[PlanRow]) -> list[tuple[str, CardMemory]]:
+    """Each row whose limiting card is known, with that card."""
+    limits = [(f"batch {row.global_batch_size}: {row.machine}", row.limiting) for row in rows]
+    return [(name, card) for name, card in limits if card is not None]
+
+
+def _pictured_modules(modules: Sequence[ModuleMemory], best: PlanRow | None) -> Markup | None:
+    """What the modules hold where the fastest row has its largest share."""
+    if not modules or best is None:
+        return None
+    samples = best.largest_share
+    return pictured(modules_picture(modules, samples), modules_table(modules, samples))
 
 
 def plan_answer(rows: Sequence[PlanRow]) -> tuple[str, str]:
@@ -121,7 +166,9 @@ def _answer(rows: Sequence[PlanRow]) -> Markup:
     each.append(tile("Speed", f"{rate_text(best.rate)} samples/s", f"modelled; {step}{'' if best.is_given else even}"))
     if best.limiting is not None:
         free = format_bytes(best.limiting.memory.headroom_bytes)
-        each.append(tile("Room left", free, f"on GPU {best.limiting.device.index}, the fullest card"))
+        demanded = best.limiting.demanded_bytes
+        must = f"; {format_bytes(demanded)} must stay free" if demanded else ""
+        each.append(tile("Room left", free, f"on GPU {best.limiting.device.index}, the fullest card{must}"))
     if best.largest:
         each.append(tile("Largest micro-batch", best.largest, "samples at once, without accumulation"))
     cards = '["cuda:0", ...]' if best.strategy == "dp" else '"cuda"'
@@ -239,6 +286,34 @@ def plan_row_of(cells: Mapping[str, str]) -> PlanRow:
         why=cells["why"] if cells["fits"] == "True" else "",
         config=cells["config"],
         message=cells["message"],
+        use=_use_of(cells),
+    )
+
+
+def _module_of(cells: Mapping[str, str]) -> ModuleMemory:
+    return ModuleMemory(
+        name=cells["module"],
+        count=int(cells["count"]),
+        parameter_bytes=int(cells["parameter_bytes"]),
+        activation_bytes=known(int, cells["activation_bytes"]),
+    )
+
+
+def _use_of(cells: Mapping[str, str]) -> Use:
+    even_steps = known(int, cells["even_accumulation_steps"])
+    if cells["strategy"] not in get_args(Strategy):
+        raise ValueError(f"strategy is {cells['strategy']!r}: expected one of {', '.join(get_args(Strategy))}")
+    return Use(
+        devices=cells["devices"],
+        strategy=cast("Strategy", cells["strategy"]),
+        global_batch_size=int(cells["global_batch_size"]),
+        is_given=not cells["even_fits"],
+        fits=cells["fits"] == "True",
+        accumulation_steps=known(int, cells["accumulation_steps"]) or 1,
+        micro_step_time_s=known(float, cells["micro_step_time_s"]),
+        step_time_s=known(float, cells["step_time_s"]),
+        throughput=known(float, cells["throughput_samples_per_s"]),
+        needs_splitting=even_steps is None or even_steps > 1,
     )
 
 
@@ -265,6 +340,15 @@ def _limiting(cells: Mapping[str, str]) -> CardMemory | None:
         per_share_bytes=of("share_bytes"),
         whole_batch_bytes=of("whole_batch_bytes"),
         fixed_bytes=of("fixed_bytes"),
+        parameter_bytes=of("parameter_bytes"),
+        optimizer_bytes=of("optimizer_bytes"),
+        gradient_bytes=of("gradient_bytes"),
     )
     card = Device(index=device, name=cells["limiting_device_name"], torch_device="", total_bytes=memory.total_bytes)
-    return CardMemory(device=card, memory=memory, samples=0, demanded_bytes=0, parts=pieces_of(memory, parts))
+    return CardMemory(
+        device=card,
+        memory=memory,
+        samples=0,
+        demanded_bytes=of("min_headroom_bytes") or 0,
+        parts=pieces_of(memory, parts),
+    )

@@ -62,11 +62,13 @@ class BusyRow:
     device_name: str
     total_bytes: int | None
     busy_s: float | None
+    copied_s: float | None = None
+    """None for real cards, and in tables of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFiles:
-    """A folder that a search has written; without a config where nothing fitted."""
+    """A folder that a search has written; without a config where nothing fitted, or it was interrupted."""
 
     config: SplitConfig | None
     found: Found | None
@@ -87,12 +89,10 @@ def read_search(folder: str | os.PathLike[str]) -> SearchFiles:
     """
     place, tables = Path(folder), read_tables(folder)
     if not (place / CONFIG_FILE).is_file():
-        fitting = sum(row.fits for row in tables.trials)
-        if fitting or not tables.trials:
+        if (place / RESULT_FILE).is_file() or not tables.trials:
             raise ConfigError(
-                f"no {CONFIG_FILE} in {place}, though {fitting} of {len(tables.trials)} trials fitted: expected the "
-                "folder of a search that ended. One that was interrupted goes on where it stopped: the same command, "
-                "with --storage FILE."
+                f"no {CONFIG_FILE} in {place}, with {len(tables.trials)} trials and {_with_result(place)}: expected "
+                f"the folder as a search left it. {AGAIN}"
             )
         return tables
     config, found = SplitConfig.load(place / CONFIG_FILE), Found.load(place / RESULT_FILE)
@@ -125,6 +125,10 @@ def read_tables(folder: str | os.PathLike[str]) -> SearchFiles:
             f"{TRIALS_FILE} and each device. One of the two is half-written, or of another search. {AGAIN}"
         )
     return SearchFiles(config=None, found=None, trials=trials, cards=cards)
+
+
+def _with_result(place: Path) -> str:
+    return f"{'a' if (place / RESULT_FILE).is_file() else 'no'} {RESULT_FILE}"
 
 
 def _shape_of(split: BatchSplit) -> tuple[int, tuple[int, ...]]:
@@ -202,6 +206,7 @@ def busy_of(cells: Mapping[str, str]) -> BusyRow:
         device_name=cells["device_name"],
         total_bytes=known(int, cells["total_bytes"]),
         busy_s=known(float, cells["busy_s"]),
+        copied_s=known(float, cells.get("copied_s", "")),
     )
 
 

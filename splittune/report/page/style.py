@@ -7,14 +7,14 @@ from __future__ import annotations
 _LIGHT = """
 --ink:#16202b;--soft:#55636f;--line:#d9dfe5;--page:#f5f7f9;--card:#ffffff;--track:#eef2f5;
 --accent:#0a66a8;--tint:#e4f0f9;--warn:#b3401b;
---parameters:#0b5c94;--gradients:#4aa3d8;--optimizer:#7d5fb2;--fixed:#3d7fb6;--share:#0c8a66;--whole:#e6a817;
+--parameters:#0b5c94;--gradients:#4aa3d8;--optimizer:#7d5fb2;--fixed:#3d7fb6;--rest:#5b6f82;--share:#0c8a66;--whole:#e6a817;
 --reserve:#c77a9f;--others:#8b96a1;--tuned:#0a66a8;--even:#c98500;--wait:#dfe5ea;
 --on:#fff;--h0:#d5e6f3;--h1:#a3cbe7;--h2:#65a8d6;--h3:#2a80bd;--h4:#0b558c;
 """
 _DARK = """
 --ink:#e8edf2;--soft:#a3b0bc;--line:#334150;--page:#10171e;--card:#18222c;--track:#232f3b;
 --accent:#6cb8f0;--tint:#17324a;--warn:#ff9a73;
---parameters:#3f94d1;--gradients:#8fcbf2;--optimizer:#a98be0;--fixed:#5fa5dc;--share:#2fb98f;--whole:#f2c14a;
+--parameters:#3f94d1;--gradients:#8fcbf2;--optimizer:#a98be0;--fixed:#5fa5dc;--rest:#8ea3b7;--share:#2fb98f;--whole:#f2c14a;
 --reserve:#dc9abb;--others:#7b8894;--tuned:#6cb8f0;--even:#f0b13a;--wait:#2c3946;
 --on:#0d1720;--h0:#22384b;--h1:#2a5678;--h2:#3a7fb3;--h3:#5fabe0;--h4:#b4defb;
 """
@@ -28,9 +28,9 @@ font-variant-numeric:tabular-nums;overflow:visible}
 .pic .grid{stroke:var(--line)}.pic .axis{stroke:var(--soft)}
 .pic .track{fill:var(--track);stroke:var(--line)}.pic .need{fill:url(#need);stroke:var(--warn);stroke-opacity:.7}
 .pic .parameters{fill:var(--parameters)}.pic .gradients{fill:var(--gradients)}.pic .optimizer{fill:var(--optimizer)}
-.pic .fixed{fill:var(--fixed)}.pic .share{fill:var(--share)}.pic .whole{fill:var(--whole)}
+.pic .fixed{fill:var(--fixed)}.pic .rest{fill:var(--rest)}.pic .share{fill:var(--share)}.pic .whole{fill:var(--whole)}
 .pic .reserve{fill:var(--reserve)}.pic .others{fill:url(#others)}.pic .job{fill:var(--fixed)}
-.pic .wait{fill:var(--wait)}.pic .lack{fill:url(#lack);stroke:var(--warn)}
+.pic .wait{fill:var(--wait)}.pic .copy{fill:var(--whole)}.pic .lack{fill:url(#lack);stroke:var(--warn)}
 .pic .on{fill:var(--on);font-weight:600}.pic .dark{fill:#16202b;font-weight:600}
 .pic .cut{stroke:var(--card)}
 .pic .tuned{stroke:var(--tuned);fill:none;stroke-width:2.5}.pic .even{stroke:var(--even);fill:none;stroke-width:2;

@@ -74,6 +74,26 @@ def memory_tables(caption: str, cards: Sequence[CardMemory]) -> list[Markup]:
     return tables
 
 
+def limits_tables(cards: Sequence[tuple[str, CardMemory]]) -> list[Markup]:
+    """A column for each row of a plan, with what the card that limits it holds; a few columns to a table."""
+    kinds = [kind for kind in NAMES if any(kind == each for _, card in cards for each, _ in card.parts)]
+    tables = []
+    for start in range(0, len(cards), _COLUMNS):
+        shown = [card for _, card in cards[start : start + _COLUMNS]]
+        heads = [("", ""), *((cut(name, 40), "c") for name, _ in cards[start : start + _COLUMNS])]
+        rows = [
+            ("card", [f"GPU {card.device.index}, {cut(card.device.name, 32)}" for card in shown]),
+            *((NAMES[kind], [_size(dict(card.parts).get(kind)) for card in shown]) for kind in kinds),
+            ("left free", [format_bytes(card.memory.headroom_bytes) for card in shown]),
+            ("must stay free", [_size(card.demanded_bytes or None) for card in shown]),
+            ("in all", [format_bytes(card.memory.total_bytes) for card in shown]),
+        ]
+        caption = "" if start else "Of the card with the least room left, row by row of the plan."
+        lines = [([name, *cells], False) for name, cells in rows]
+        tables.append(table(caption, heads, lines, is_wide=len(heads) > 3))
+    return tables
+
+
 def _is_cut(group: Sequence[int]) -> bool:
     return named(group) != gpus(group)
 

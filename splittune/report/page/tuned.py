@@ -15,8 +15,9 @@ from splittune.report.page.modules import modules_picture, modules_table
 from splittune.report.page.picture import Picture, cut
 from splittune.report.page.search import history, split_map, tried_text
 from splittune.report.page.source import BusyRow, SearchFiles, TrialRow
-from splittune.report.page.step import StepTimes, step_picture
+from splittune.report.page.step import StepTimes, step_picture, step_table
 from splittune.report.page.tables import memory_tables, trials_table
+from splittune.report.page.today import beside_today
 from splittune.report.result_file import Found
 from splittune.report.words import (
     CUT_SHORT,
@@ -33,22 +34,24 @@ from splittune.units import format_bytes, format_time
 
 
 def search_page(files: SearchFiles) -> str:
-    """``report.html`` of a search."""
-    if files.config is None or files.found is None:
-        return _failed_page(files)
+    """``report.html`` of a search that found a split."""
     config, found = files.config, files.found
+    assert config is not None, "without one the tables alone are reported"
+    assert found is not None, "it was read with the config"
     tuned, even = _tuned_cards(config, found), _even_cards(config, found)
     numbers = memory_tables(f"The tuned split, {shape_of(found.best.split)}.", tuned)
     if even and found.baseline is not None:
         numbers += memory_tables(f"The even split, {shape_of(found.baseline.split)}.", even)
     numbers.append(tag("p", _how_memory_is_known(config.is_modelled), class_="note"))
-    pictures = search_pictures(files)
+    pictures, times = search_pictures(files), _step_times(files.trials, files.cards, config)
     body = [
         _answer(config, found, files.trials),
         _why(found),
+        beside_today(found.best, found.baseline, files.trials, _kind(config)),
         pictured(pictures["memory"], *numbers) if "memory" in pictures else None,
         _pictured_modules(found),
-        *_pictured_trials(pictures, files.trials, row_of(files.trials, found.best)),
+        None if times is None else pictured(pictures["step"], step_table(times)),
+        *pictured_trials(pictures, files.trials, row_of(files.trials, found.best)),
     ]
     return document(f"splittune: {_headline(found)}", body, _footer(config))
 
@@ -60,11 +63,9 @@ def _pictured_modules(found: Found) -> Markup | None:
     return pictured(modules_picture(found.modules, samples), modules_table(found.modules, samples))
 
 
-def _pictured_trials(
-    pictures: Mapping[str, Picture], trials: Sequence[TrialRow], best: TrialRow | None
-) -> list[Markup]:
-    """The pictures of a step and of the search, the last with every trial beneath."""
-    shown = [pictured(pictures[name]) for name in ("step", "map") if name in pictures]
+def pictured_trials(pictures: Mapping[str, Picture], trials: Sequence[TrialRow], best: TrialRow | None) -> list[Markup]:
+    """The pictures of the search, the last with every trial beneath."""
+    shown = [pictured(pictures["map"])] if "map" in pictures else []
     if "history" in pictures:
         shown.append(pictured(pictures["history"], trials_table(trials, best), class_="long"))
     elif trials:
@@ -76,7 +77,7 @@ def search_pictures(files: SearchFiles) -> dict[str, Picture]:
     """The pictures of a search, by name: those whose figures are known."""
     config, found = files.config, files.found
     pictures: dict[str, Picture] = {}
-    best = baseline = None
+    best, baseline = fastest_of(files.trials), None
     if config is not None and found is not None:
         best, baseline = row_of(files.trials, found.best), row_of(files.trials, found.baseline)
         tuned = _tuned_cards(config, found)
@@ -92,6 +93,12 @@ def search_pictures(files: SearchFiles) -> dict[str, Picture]:
         if any(row.throughput is not None for row in files.trials):
             pictures["history"] = history(files.trials, even_rate, stopped)
     return pictures
+
+
+def fastest_of(trials: Sequence[TrialRow]) -> TrialRow | None:
+    """The trial of most samples a second among those that fit."""
+    fitting = [row for row in trials if row.fits and row.throughput is not None]
+    return max(fitting, key=lambda row: row.throughput or 0.0, default=None)
 
 
 def row_of(trials: Sequence[TrialRow], run: Measurement | None) -> TrialRow | None:
@@ -114,7 +121,7 @@ def _even_cards(config: SplitConfig, found: Found) -> tuple[CardMemory, ...]:
 
 def _answer(config: SplitConfig, found: Found, trials: Sequence[TrialRow]) -> Markup:
     best, even = found.best, found.baseline
-    kind = "modelled" if config.is_modelled else "measured"
+    kind = _kind(config)
     cards = config.virtual_spec or _names(config)
     kicker = " · ".join(each for each in (found.job, cards) if each)
     steps = count_of(best.split.accumulation_steps, "accumulation step")
@@ -137,6 +144,10 @@ def _answer(config: SplitConfig, found: Found, trials: Sequence[TrialRow]) -> Ma
     do = section("Train with it", tag("pre", tag("code", code)), class_="do",
                  sentence="The config lies beside this page:")  # fmt: skip
     return tag("header", headline(kicker, _headline(found), _lead(found), kind), tiles(each), do)
+
+
+def _kind(config: SplitConfig) -> str:
+    return "modelled" if config.is_modelled else "measured"
 
 
 def search_answer(files: SearchFiles) -> tuple[str, str]:
@@ -192,7 +203,7 @@ def _how_sure(best: Measurement, even: Measurement | None, tried: str, *, is_mod
 
 def _why(found: Found) -> Markup:
     more = f"For more: {found.remedy}." if found.remedy else ""
-    said = [text for text in (*found.facts, more, found.foretold) if text]
+    said = [text for text in (*found.facts, *found.notes, more, found.foretold) if text]
     whole = tag("details", tag("summary", "The whole explanation"), tag("p", found.explanation))
     return section("Why", *(tag("p", text) for text in said), whole, class_="why")
 
@@ -203,9 +214,9 @@ def _how_memory_is_known(is_modelled: bool) -> str:
     else:
         source = "Peaks and the allocator's reserve are measured by torch, what others hold by NVML"
     return (
-        f"{source}; parameters are a size of the model. The optimizer's state is derived from what rests on a card "
-        "between steps; activations, outputs and the rest from how peaks grow with the shares and with the "
-        "micro-batch, over all trials."
+        f"{source}; parameters are a size of the model, and so is the most that gradients are. The optimizer's state "
+        "is derived from what rests on a card between steps; activations, outputs and the rest from how peaks grow "
+        "with the shares and with the micro-batch, over all trials."
     )
 
 
@@ -216,13 +227,16 @@ def _step_times(trials: Sequence[TrialRow], cards: Sequence[BusyRow], config: Sp
         if row.shape != shape or not row.micro_step_time_s or row.update_time_s is None:
             continue
         busy = {card.device: card.busy_s for card in cards if card.trial == row.number}
+        copied = {card.device: card.copied_s for card in cards if card.trial == row.number}
         known = [busy.get(device.index) for device in config.devices]
+        copies = [copied.get(device.index) for device in config.devices]
         if all(each is not None for each in known):
             return StepTimes(
                 accumulation_steps=row.accumulation_steps,
                 micro_step_s=row.micro_step_time_s,
                 update_s=row.update_time_s,
                 busy_s=tuple(each or 0.0 for each in known),
+                copied_s=None if None in copies else tuple(each or 0.0 for each in copies),
                 device_names=tuple(device.name for device in config.devices),
                 is_in_ranks=config.strategy == "ddp",
             )
@@ -246,20 +260,3 @@ def _names(config: SplitConfig) -> str:
 def _footer(config: SplitConfig) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(config.versions.items()))
     return [describe_model_error() if config.is_modelled else "", f"Written by splittune. Tuned with {versions}."]
-
-
-def _failed_page(files: SearchFiles) -> str:
-    """Of a search in which nothing fitted."""
-    kind = "modelled" if files.is_modelled else "measured"
-    smallest = min(files.trials, key=lambda row: (row.micro_batch_size, max(row.shard_sizes)))
-    lead = (
-        f"{count_of(len(files.trials), 'trial')} ended, and none fitted. The smallest had "
-        f"{count_of(smallest.micro_batch_size, 'sample')} in a micro-batch: "
-        f"{cut(smallest.message or smallest.outcome.value, 300)}"
-    )
-    names = dict.fromkeys(card.device_name for card in files.cards)
-    body = [
-        headline(", ".join(cut(name, 60) for name in names), "No split fits", lead, kind),
-        *_pictured_trials(search_pictures(files), files.trials, None),
-    ]
-    return document("splittune: no split fits", body, ["Written by splittune."])

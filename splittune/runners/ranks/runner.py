@@ -92,7 +92,6 @@ class RanksRunner:
         return replace(
             self._present[0].job,
             cards=self._cards(),
-            nodes=tuple(each.node for each in self._present),
             # each rank's loader reads its own part, and the slowest holds the others up
             loader_samples_per_s=len(known) * min(known) if len(known) == len(rates) else None,
         )
@@ -104,6 +103,7 @@ class RanksRunner:
             is_modelled=each[0].is_modelled,
             spec=None,
             memory_before=tuple(replace(cards.memory_before[0], device=rank) for rank, cards in enumerate(each)),
+            nodes=tuple(rank.node for rank in self._present),
         )
 
     @property

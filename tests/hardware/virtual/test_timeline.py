@@ -111,6 +111,27 @@ def test_a_transfer_takes_the_slower_link_and_both_ends():
     assert pair.end_s() == pytest.approx(end + 0.5, abs=LAUNCH_S)
     assert pair.link_bytes == [31_500_000, 31_500_000]
     assert pair.busy_s == [1.5, 0.5]  # a copy is no kernel
+    assert pair.copied_s == [pytest.approx(2e-3 + TRANSFER_LATENCY_S)] * 2  # nor is a kernel of the other card's
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["launch", "transfer", "host", "collective"]), st.integers(0, 2)), max_size=30)
+)
+def test_what_a_card_computes_and_copies_is_never_more_than_its_time(work):
+    """Whatever it is given: what is left is waiting."""
+    three = timeline(3)
+    for kind, device in work:
+        if kind == "launch":
+            three.launch(device, 1e-3)
+        elif kind == "transfer":
+            three.transfer(device, (device + 1) % 3, 31_500_000)
+        elif kind == "host":
+            three.transfer(None, device, 31_500_000)
+        else:
+            three.collective(range(3), 31_500_000)
+    for busy_s, copied_s, finished_s in zip(three.busy_s, three.copied_s, three.finished_s, strict=True):
+        assert copied_s >= 0
+        assert busy_s + copied_s <= finished_s * (1 + 1e-9)
 
 
 def test_a_copy_from_the_host_takes_one_link():

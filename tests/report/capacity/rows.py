@@ -9,12 +9,17 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.report.capacity.row import CapacityRow, LargestMicroBatch
 from splittune.search import Trial
 from splittune.split import BatchSplit
+from splittune.training.module_memory import ModuleMemory
 from splittune.units import GIB
 
 CARDS = tuple(Device(index=i, name="CARD", torch_device="cpu", total_bytes=8 * GIB) for i in range(2))
 TUNED = BatchSplit(global_batch_size=64, accumulation_steps=2, shard_sizes=(8, 24))
 EVEN = BatchSplit(global_batch_size=64, accumulation_steps=4, shard_sizes=(8, 8))
 ONE_STEP = BatchSplit(global_batch_size=64, accumulation_steps=1, shard_sizes=(32, 32))
+MODULES = (
+    ModuleMemory(name="blocks.*.mlp", count=4, parameter_bytes=GIB // 4, activation_bytes=GIB // 16),
+    ModuleMemory(name="norm", count=1, parameter_bytes=GIB // 64, activation_bytes=None),
+)
 
 
 def memory(device: int, gib: float, *, outside_gib: float = 0.25) -> DeviceMemory:
@@ -66,6 +71,7 @@ def row(**fields: Any) -> CapacityRow:
         "best": runs[2],
         "baseline": runs[1],
         "trials": trials_of(*runs),
+        "modules": MODULES,
         "largest": LargestMicroBatch(
             split=BatchSplit(global_batch_size=40, accumulation_steps=1, shard_sizes=(10, 30)), is_measured=True
         ),

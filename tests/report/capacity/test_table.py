@@ -8,16 +8,23 @@ from pathlib import Path
 
 import pandas as pd
 
-from splittune.report.capacity.table import capacity_table
+from splittune.report.capacity.table import capacity_table, modules_table
 from splittune.report.tables import save_csv
 from splittune.units import GIB
-from tests.report.capacity.rows import ONE_STEP, lacking, lacking_row, ran, row
+from tests.report.capacity.rows import MODULES, ONE_STEP, lacking, lacking_row, ran, row
 
 
 def test_every_column_is_documented_and_no_other() -> None:
     """The docstring names the columns in their order."""
     documented = re.findall(r"^\| `(\w+)` \|", inspect.getdoc(capacity_table) or "", flags=re.MULTILINE)
     assert documented == list(capacity_table([]).columns)
+
+
+def test_every_column_of_the_modules_is_documented() -> None:
+    """As those of the rows are."""
+    documented = re.findall(r"^\| `(\w+)` \|", inspect.getdoc(modules_table) or "", flags=re.MULTILINE)
+    assert documented == list(modules_table([]).columns)
+    assert list(modules_table(MODULES)["module"]) == ["blocks.*.mlp", "norm"]
 
 
 def test_a_row_reads_back(tmp_path: Path) -> None:

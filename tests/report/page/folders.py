@@ -74,6 +74,7 @@ class Cards:
             update_times_s=tuple(0.004 + more / 10 for more in jitter),
             memory=memory,
             device_busy_s=busy,
+            device_copied_s=tuple(0.2 * (max(busy) - each) for each in busy) if self.is_modelled else None,
         )
 
 
@@ -151,6 +152,13 @@ ONE = Cards(("A100-80GB",))
 EIGHT = Cards(("T4", "T4", "V100-16GB", "V100-16GB", "A100-40GB", "L4", "L4", "RTX3090"))
 RANKS = Cards(tuple(f"NODE CARD {index % 3}" for index in range(64)), strategy="ddp")
 HOSTILE = Cards((SCRIPT, SCRIPT, "x" * 200, "plain"))
+
+
+def unfinished(folder: Path, cards: Cards = NORMAL) -> Path:
+    """A search that was interrupted: the tables of half its trials."""
+    result = search(cards, job=SCRIPT)
+    nodes = ("host<b>",) * len(cards.names) if cards.strategy == "ddp" else ()
+    return save_tables(folder, result.trials[:6], cards.devices, is_modelled=cards.is_modelled, nodes=nodes)
 
 
 def failed(folder: Path, cards: Cards = NORMAL) -> Path:

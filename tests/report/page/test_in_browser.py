@@ -33,8 +33,21 @@ def pages(folder: Path) -> dict[str, str]:
     for name, result in saved.items():
         result.save(folder / name)
     save_report(folders.failed(folder / "failed"))
-    save_capacity([row(), lacking_row(), row(devices=folders.SCRIPT)], folder / "plan")
-    names = (*saved, "failed", "plan")
+    save_report(folders.unfinished(folder / "unfinished"))
+    normal = saved["normal"]
+    searched = row(
+        devices="4xRTX3090",
+        cards=normal.config.devices,
+        best=normal.best,
+        baseline=normal.baseline,
+        trials=normal.trials,
+        config=normal.config,
+        model=normal.model,
+        modules=normal.modules,
+    )
+    rows = [searched, row(), lacking_row(), row(devices=folders.SCRIPT), *[row(strategy="ddp")] * 3]
+    save_capacity(rows, folder / "plan")
+    names = (*saved, "failed", "unfinished", "plan")
     return {name: (folder / name / REPORT_FILE).read_text(encoding="utf-8") for name in names}
 
 

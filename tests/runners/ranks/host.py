@@ -75,6 +75,9 @@ class HostHardware:
     def busy_s(self) -> tuple[float, ...] | None:
         return None
 
+    def copied_s(self) -> tuple[float, ...] | None:
+        return None
+
     def reset_peaks(self) -> None:
         self._most = 0
 
