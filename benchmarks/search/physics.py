@@ -179,7 +179,7 @@ class AnalyticMachine(Machine):
             held = 2 * num_bytes * is_held * works
             copied = (1 - is_held) * num_bytes * works
             micro = copied + np.maximum(alive, left + num_bytes * works)
-            update = 2 * num_bytes * works
+            update = 0 * shares  # gradients are home, and the replica is gone
         single = resting + micro + (num_bytes * works * is_held if card else 0)
         return {
             "resting_bytes": resting + held,
@@ -257,7 +257,6 @@ def _drawn_job(rng: np.random.Generator, global_batch_size: int, free: list[int]
     unusual = []
     curve: Curve = rng.choice(np.array(["straight", "knee", "tiles", "saturating"]))
     unusual += [] if curve == "straight" else [str(curve)]
-    sample_s = float(10 ** rng.uniform(-4.5, -1.5))
     optimizer_parts = float(rng.choice([0.0, 0.25, 1.0, 2.0, rng.uniform(0, 2)]))
     update_parts = float(rng.choice([0.0, 0.1, 1.0]))
     static_parts = 2 + optimizer_parts + 1
@@ -268,6 +267,9 @@ def _drawn_job(rng: np.random.Generator, global_batch_size: int, free: list[int]
     if rng.random() < 0.8:
         share = max(share, 1.2)  # where not even one sample fits there is nothing to search
     sample_bytes = max(4096, int(spare / share))
+    # the larger a model, the longer its steps: copies and update take from 1/50 of a step's work to twice as much
+    copies_s = 2 * max(len(free) - 1, 1) * parameter_bytes / 15e9 + 200e-6
+    sample_s = copies_s / float(10 ** rng.uniform(-1.7, 0.3)) / (global_batch_size / len(free))
     launch_s = 0.0
     if rng.random() < 0.5:
         launch_s = sample_s * float(10 ** rng.uniform(-1, 1))

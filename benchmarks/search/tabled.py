@@ -107,7 +107,9 @@ class TabledProblem:
 
     def fits(self, split: BatchSplit) -> bool:
         """Whether every card keeps its headroom."""
-        return not self._lacking(split, self._limits)
+        m, limits = split.micro_batch_size, self._limits
+        shares = reversed(list(enumerate(split.shard_sizes)))  # the last cards are alike, and known soonest
+        return all(self.machine.reserved_by(card, share, m) <= limits[card] for card, share in shares)
 
     def throughput(self, split: BatchSplit) -> float:
         """Samples per second without noise: every micro-batch counted as the largest."""
@@ -257,7 +259,8 @@ class TabledProblem:
             peak_reserved_bytes=self.machine.reserved_by(card, share, m),
             micro_step_peak_bytes=phases["micro_step_peak_bytes"],
             update_peak_bytes=phases["update_peak_bytes"],
-            single_step_peak_bytes=phases["single_step_peak_bytes"],
+            # with one micro-step a step it would say nothing new, and is not read
+            single_step_peak_bytes=phases["single_step_peak_bytes"] if split.accumulation_steps > 1 else None,
             resting_bytes=phases["resting_bytes"],
         )
 
