@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from splittune.advice.case import Case, Finding, Remedy
 from splittune.advice.job import Job
+from splittune.advice.limits import limits_of
 from splittune.advice.remedies import REMEDIES
 from splittune.advice.trials import MIN_TRIALS, Budget, BudgetSpentError, Trials
 from splittune.errors import ConfigError, NoFeasibleSplitError
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Of a search on real cards whose trials were all read back from a storage, or took no time. A choice.
 LEAST_S = 60.0
+# Loggers that say of every opened job what was inferred of it, and how its batches differ.
+_SAID_BY = ("splittune.training.task", "splittune.options")
 
 
 def advise(
@@ -57,13 +61,16 @@ def advise(
     case = Case(result=result, job=job, trials=trials)
     rows: list[AdviceRow] = []
     why_ended = ""
+    num_tried = sum(remedy.takes_trials for remedy in remedies)
     for number, remedy in enumerate(remedies, start=1):
-        say(f"advice {number} of {len(remedies)}: {remedy.name}")
+        if remedy.takes_trials and not why_ended:
+            say(f"advice {number} of {num_tried}: {remedy.name}")
         before = trials.budget.num_trials
         try:
-            finding = Finding(how=How.NOT_TRIED, said=why_ended) if why_ended else remedy.look(case)
+            with _said_before():
+                finding = _ended(why_ended) if why_ended and remedy.takes_trials else remedy.look(case)
         except KeyboardInterrupt:
-            finding = Finding(how=How.NOT_TRIED, said="It was interrupted.")
+            finding = _ended("It was interrupted.")
             why_ended = "Interrupted before its turn."
         except BudgetSpentError as spent:
             finding = Finding(how=How.NOT_TRIED, said=f"Left out: {spent}.")
@@ -77,7 +84,24 @@ def advise(
         rows.append(row)
         if row.num_trials:
             say(f"  {remedy.name}: {gain_text(row)}")
-    return replace(result, advice=sorted_rows(rows))
+    return replace(result, advice=sorted_rows([*limits_of(case), *rows]))
+
+
+def _ended(why: str) -> Finding:
+    return Finding(how=How.NOT_TRIED, said=why)
+
+
+@contextmanager
+def _said_before() -> Iterator[None]:
+    """Leave out what the search has said of the same job already."""
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in _SAID_BY}
+    for each in levels:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in levels.items():
+            each.setLevel(level)
 
 
 def budget_of(result: TuneResult) -> Budget:

@@ -77,6 +77,8 @@ class Remedy:
     cost: str
     look: Callable[[Case], Finding | None]
     """What it comes to in a case; None where it has nothing to do with it."""
+    takes_trials: bool = True
+    """Whether it may take a while."""
 
 
 def tried(case: Case, measurement: Measurement, said: str = "") -> Finding:
