@@ -199,14 +199,14 @@ def autotune(
             runner = WorkerRunner(model, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
         elif isolation is None:
             task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
-            hardware = resolve_hardware(devices)
-            runner = InProcessRunner(task, hardware)
+            at_hand = TaskJob(task, resolve_hardware(devices))
+            runner = InProcessRunner(task, at_hand.hardware)
         else:
             raise ConfigError(f'isolation is {isolation!r}: expected None, for this process, or "process".')
         result = tune(runner, options, callback_for(progress))
         if advise:
             job = (
-                TaskJob(task, hardware)
+                at_hand
                 if isolation is None
                 else SourceJob(
                     model,

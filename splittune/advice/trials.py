@@ -18,7 +18,7 @@ from splittune.split import BatchSplit
 MAX_TRIALS_EACH = 3
 # On virtual cards the limit is one of trials, so that the same search gives the same advice. A choice: five remedies'
 # trials; those of a search take as long, for it begins at the most accumulation steps.
-MIN_TRIALS = 24
+MIN_TRIALS = 32
 
 
 # Times that the micro-batch is doubled before the search. A choice; one more would find jobs that were held to 16 times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from splittune.advice.case import Case, Finding, Remedy, not_tried, rule, tried
 from splittune.advice.job import Change
+from splittune.advice.trials import BudgetSpentError
 from splittune.hardware.virtual.hardware import CUDA_CONTEXT_BYTES
 from splittune.profiling.measurement import Measurement
 from splittune.report.diagnosis import LEVEL_FRACTION
@@ -43,10 +44,16 @@ def _other_gpu0(case: Case) -> Finding | None:
 def _fewer(case: Case) -> Finding | None:
     if len(case.devices) == 1:
         return None
-    left, fastest, kept = tuple(range(len(case.devices))), None, ()
+    left = kept = tuple(range(len(case.devices)))
+    fastest: Measurement | None = None
     while len(left) > 1:
         left = _without_one(case, left)
-        measurement = _on(case, left)
+        try:
+            measurement = _on(case, left)
+        except BudgetSpentError:
+            if fastest is None:
+                raise
+            break
         is_faster = fastest is None or (measurement.throughput or 0.0) > (fastest.throughput or 0.0)
         if is_faster:
             fastest, kept = measurement, left

@@ -1,4 +1,4 @@
-"""Rules: what would change the user's code, or cannot be timed here, with the search's figures where they bear on it."""
+"""Rules: what would change the user's code, or cannot be timed here, with the search's figures where they bear."""
 
 from __future__ import annotations
 
@@ -90,25 +90,30 @@ def _length_of(loader: DataLoader[object]) -> int | None:
 CHECKPOINTING = Remedy(
     name="activation checkpointing",
     cost="About a third more compute; torch.utils.checkpoint around the model's blocks.",
-    takes_trials=False,
     look=_checkpointing,
+    takes_trials=False,
 )
-IN_PLACE = Remedy(name="in-place activations", cost="An argument of these modules.", takes_trials=False, look=_in_place)
+IN_PLACE = Remedy(
+    name="in-place activations",
+    cost="An argument of these modules.",
+    look=_in_place,
+    takes_trials=False,
+)
 OPTIMIZER = Remedy(
     name="a fused or sharded optimizer",
     cost="An argument of the optimizer, or ranks.",
-    takes_trials=False,
     look=_optimizer,
+    takes_trials=False,
 )
 EVALUATION = Remedy(
     name="evaluation under no_grad, with a batch size of its own",
     cost="A line around it.",
-    takes_trials=False,
     look=_evaluation,
+    takes_trials=False,
 )
 LOADER = Remedy(
     name="the loader: workers, pinned memory, drop_last",
     cost="Arguments of the DataLoader.",
-    takes_trials=False,
     look=_loader,
+    takes_trials=False,
 )
