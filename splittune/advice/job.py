@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from splittune.errors import ConfigError
 from splittune.hardware import Hardware, resolve_hardware
 from splittune.hardware.base import Device
 from splittune.hardware.virtual import VirtualHardware
@@ -37,7 +36,7 @@ class Job(Protocol):
     """None where only another process builds it."""
 
     def runner(self, change: Change) -> Runner:
-        """Raises ConfigError where this job cannot be changed so."""
+        """Opening it raises ConfigError where this job cannot be changed so."""
         ...
 
 
@@ -77,14 +76,10 @@ class SourceJob:
         self._global_batch_size, self._trial_timeout_s = global_batch_size, trial_timeout_s
 
     def runner(self, change: Change) -> Runner:
-        if change.autocast_dtype is not None:
-            raise ConfigError(
-                "the job is built in a process of its own, which has its own autocast: expected a job of this process. "
-                'Tune with isolation "none", or set autocast_dtype in the job and tune again.'
-            )
         return WorkerRunner(
             self._source,
             self._named(change),
+            autocast_dtype=change.autocast_dtype,
             global_batch_size=self._global_batch_size,
             trial_timeout_s=self._trial_timeout_s,
         )

@@ -12,11 +12,12 @@ from torch import nn
 
 from benchmarks.jobs.workloads import mlp
 from splittune import ConfigError, TuneResult, autotune
-from splittune.advice import TaskJob, advise
+from splittune.advice import SourceJob, TaskJob, advise
 from splittune.advice.case import Case, Finding, Remedy, rule
+from splittune.advice.job import Change
 from splittune.advice.remedies import REMEDIES
 from splittune.advice.remedies.cards import FEWER_CARDS, OTHER_GPU0
-from splittune.advice.trials import Budget
+from splittune.advice.trials import Budget, Trials
 from splittune.demo import byte_gpt
 from splittune.hardware import resolve_hardware
 from splittune.options import SearchOptions
@@ -26,18 +27,18 @@ from splittune.report.tables import csv_text
 from splittune.training import TrainingTask
 from tests.training.state import state_of
 
-# Another program leaves 4 MiB of GPU 0: too little for the small GPT at the fewest steps.
-TIGHT = "1xT400-4GB:occupied=3818MiB,1xT400-4GB"
+# Another program leaves 2 MiB of GPU 0: too little for the small GPT at the fewest steps.
+TIGHT = "1xT400-4GB:occupied=3820MiB,1xT400-4GB"
 
 
 @pytest.fixture(scope="module")
 def task() -> TrainingTask:
-    return byte_gpt(32, context=32, width=32, num_layers=1)
+    return byte_gpt(16, context=16, width=32, num_layers=1)
 
 
 @pytest.fixture(scope="module")
 def found(task: TrainingTask) -> TuneResult:
-    return autotune(task.model, task.loader, devices=TIGHT, max_trials=5, progress=False)
+    return autotune(task.model, task.loader, devices=TIGHT, max_trials=3, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_every_gain_is_of_trials_that_ran(advised: TuneResult) -> None:
 
 
 def test_the_card_with_room_is_better_as_gpu_0(advised: TuneResult) -> None:
-    """With 4 MiB left on GPU 0, the empty card in its place is faster, and so is an empty machine."""
+    """With 2 MiB left on GPU 0, the empty card in its place is faster, and so is an empty machine."""
     assert row_of(advised, OTHER_GPU0).is_worth_it
 
 
@@ -158,6 +159,26 @@ def test_what_the_budget_does_not_reach_is_called_not_tried(task: TrainingTask, 
     assert row.how is How.NOT_TRIED
     assert "as much time as the search took is over (1 s)" in row.finding
     assert row.num_trials == 0
+
+
+def test_a_job_in_a_process_of_its_own_is_changed_there(found: TuneResult, tmp_path: Path) -> None:
+    """The worker that builds it casts to bfloat16, and so the figure is that of the same trial in this process."""
+    file = tmp_path / "job.py"
+    file.write_text("from splittune.demo import byte_gpt\ndef make():\n    return byte_gpt(16, 16, 32, 1)\n")
+    file.write_text(
+        "from splittune.demo import byte_gpt\n"
+        "def make():\n    return byte_gpt(16, context=16, width=32, num_layers=1)\n"
+    )
+    cards = (found.config.devices, found.config.virtual_spec)
+    job = SourceJob(f"{file}:make", *cards, global_batch_size=None, trial_timeout_s=60.0)
+    change = Change(autocast_dtype=torch.bfloat16)
+    here = byte_gpt(16, context=16, width=32, num_layers=1)
+    there, at_hand = (
+        Trials(job=each, options=SearchOptions(), budget=Budget(max_trials=1)).at(found.best.split, "output", change)
+        for each in (job, job_of(here))
+    )
+    assert there.throughput == at_hand.throughput
+    assert there.throughput != found.best.throughput
 
 
 def test_cards_that_are_alike_are_not_rotated(task: TrainingTask) -> None:
