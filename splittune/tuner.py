@@ -85,6 +85,7 @@ def autotune(
     seed: int = 0,
     isolation: Literal["process"] | None = None,
     trial_timeout_s: float = DEFAULT_TRIAL_TIMEOUT_S,
+    advise: bool = False,
     progress: bool = True,
 ) -> TuneResult:
     """Find the split of the batch that trains fastest without running out of memory. Run it once, before training.
@@ -135,6 +136,8 @@ def autotune(
         trial_timeout_s: seconds after which a trial in a process of its own counts as hung; those
             in whole steps may take as many times that as they accumulate. On ranks, for how long any of them waits for
             the others at most.
+        advise: after the search try what may help beside the split, in about as much time again: `TuneResult.advice`.
+            For "dp" alone.
         progress: show what is being measured.
 
     Raises:
@@ -164,6 +167,8 @@ def autotune(
     )
     module: Any = model  # what is none is refused by TrainingTask
     if strategies_of(strategy) != ("dp",):
+        if advise:
+            raise ConfigError(f'advise is set with strategy="{strategy}": expected "dp". Leave advise out.')
         if isolation is not None:
             raise ConfigError(
                 f'isolation is {isolation!r} with strategy="{strategy}": expected None, for this process.'
@@ -184,16 +189,34 @@ def autotune(
             hardware = virtual_cards(devices, strategy)
             result = tune_by_strategy(make_task(), hardware, options, callback_for(progress), strategy=strategy)
     else:
+        # imported late: it stands on this module's floor, and runs searches of its own
+        from splittune.advice import SourceJob, TaskJob
+        from splittune.advice import advise as add_advice
+
         runner: Runner
         if isolation == "process":
             _refuse_parts(parts)
             runner = WorkerRunner(model, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
         elif isolation is None:
             task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
-            runner = InProcessRunner(task, resolve_hardware(devices))
+            at_hand = TaskJob(task, resolve_hardware(devices))
+            runner = InProcessRunner(task, at_hand.hardware)
         else:
             raise ConfigError(f'isolation is {isolation!r}: expected None, for this process, or "process".')
         result = tune(runner, options, callback_for(progress))
+        if advise:
+            job = (
+                at_hand
+                if isolation is None
+                else SourceJob(
+                    model,
+                    result.config.devices,
+                    result.config.virtual_spec,
+                    global_batch_size=global_batch_size,
+                    trial_timeout_s=trial_timeout_s,
+                )
+            )
+            result = add_advice(result, job, options, say=callback_for(progress).on_activity)
     for note in result.notes:  # a script that goes straight on to training shows nothing of the result
         logger.warning(note)
     return result

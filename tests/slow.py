@@ -5,6 +5,7 @@ from __future__ import annotations
 # Each is the beginning of tests' names: a folder, a file, or a test with all its parameters. Which
 # tests take long `pytest -m 'not slow' --durations=20` says: one of half a second belongs here.
 SLOW = (
+    "tests/advice/test_advise.py",
     "tests/benchmarks/",
     "tests/cli/",
     "tests/config/test_fuzz.py",

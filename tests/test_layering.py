@@ -23,7 +23,7 @@ FLOORS = (
     ("__main__", "cli"),
     ("demo", "results"),
     ("integrations", "planning"),
-    ("collective", "foretelling", "modelled_ddp", "options", "tuner", "verify"),
+    ("advice", "collective", "foretelling", "modelled_ddp", "options", "tuner", "verify"),
     ("report",),
     ("runners",),
     ("config", "exports"),

@@ -12,6 +12,8 @@ from typing import Annotated, Literal, cast
 
 import typer
 
+from splittune.advice import Job, SourceJob, TaskJob
+from splittune.advice import advise as add_advice
 from splittune.cards import kind_of_cards
 from splittune.cli.console import (
     EXIT_INTERRUPTED,
@@ -26,7 +28,7 @@ from splittune.cli.options import JobArgument, OutOption, QuietOption, StrategyO
 from splittune.cli.ranks import LIMIT_NAME, as_rank, check_strategy, launch_this
 from splittune.collective import tune_together
 from splittune.config.files import check_writable
-from splittune.errors import NoFeasibleSplitError
+from splittune.errors import ConfigError, NoFeasibleSplitError
 from splittune.hardware import resolve_hardware
 from splittune.hardware.cuda import count_visible_devices
 from splittune.modelled_ddp import tune_by_strategy, virtual_cards
@@ -93,6 +95,9 @@ IsolationOption = Annotated[
 TrialTimeoutOption = Annotated[
     float, typer.Option(help="Seconds after which a trial in a process of its own counts as hung.")
 ]
+AdviseOption = Annotated[
+    bool, typer.Option("--advise", help="Then try what may help beside the split, in about as much time again.")
+]
 SeedOption = Annotated[int, typer.Option(min=0, help="For whatever is drawn at random.")]
 
 
@@ -112,6 +117,7 @@ def tune(
     isolation: IsolationOption = "auto",
     trial_timeout_s: TrialTimeoutOption = DEFAULT_TRIAL_TIMEOUT_S,
     seed: SeedOption = 0,
+    advise: AdviseOption = False,
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -133,8 +139,11 @@ def tune(
         sampler=sampler,
         seed=seed,
     )
+    if advise and (place is not None or strategies_of(strategy) != ("dp",)):
+        raise ConfigError("--advise is for a search in one process, --strategy dp: leave it out.")
     search: Callable[[TuneCallback], TuneResult]
     making = f"making the job of {job}"
+    job_at_hand: Job | None = None
     if place is not None:
         make_task = partial(_task_of, job, global_batch_size)
         with as_rank(place, on_cards=names_cuda_devices(devices), trial_timeout_s=trial_timeout_s, quiet=quiet):
@@ -148,7 +157,7 @@ def tune(
         return
     if strategies_of(strategy) == ("dp",):
         with working(making, is_shown=not quiet):
-            runner = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
+            runner, job_at_hand = _runner_for(job, devices, global_batch_size, isolation, trial_timeout_s)
         search = partial(run_search, runner, options)
     elif strategy == "ddp" and (isolation == "process" or (isolation == "auto" and names_cuda_devices(devices))):
         launch_this(num_cards(devices), max_restarts=MAX_ENDS_IN_A_ROW * (max_trials + 1))
@@ -159,6 +168,10 @@ def tune(
             task = _task_of(job, global_batch_size)
         search = partial(tune_by_strategy, task, cards, options, strategy=chosen)
     result = tune_and_save(search, out, quiet=quiet, verbose=verbose)
+    if advise:
+        made = job_at_hand or _source_job(job, result, global_batch_size, trial_timeout_s)
+        result = add_advice(result, made, options, say=(lambda _: None) if quiet else say)
+        result.save(out)
     _show_end(result, out, verbose=verbose)
 
 
@@ -166,7 +179,7 @@ def _show_end(result: TuneResult, out: Path, *, verbose: bool) -> None:
     """Show the result, and how to train under it."""
     show_result(result, console, verbose=verbose)
     say(f"\nSaved in {out}: split.json, report.html (open it in a browser), trials.csv, devices.csv,")
-    say("explanation.txt, result.json. To train:")
+    say(f"explanation.txt, result.json{', advice.csv' if result.advice else ''}. To train:")
     say(f'    config = splittune.SplitConfig.load("{out / "split.json"}")')
     say_how_to_wrap(result.config.strategy)
     show_notes(result, console)
@@ -241,12 +254,23 @@ def _search_as_rank(
 
 def _runner_for(
     job: str, devices: str | None, global_batch_size: int | None, isolation: Isolation, trial_timeout_s: float
-) -> Runner:
-    """Where the trials run: in a process of their own, or in this one."""
+) -> tuple[Runner, Job | None]:
+    """Where the trials run: in a process of their own, or in this one, which then has the job at hand."""
     if isolation == "process" or (isolation == "auto" and names_cuda_devices(devices)):
-        return WorkerRunner(job, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
-    hardware = resolve_hardware(devices)
-    return InProcessRunner(_task_of(job, global_batch_size), hardware)
+        return WorkerRunner(job, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s), None
+    hardware, task = resolve_hardware(devices), _task_of(job, global_batch_size)
+    return InProcessRunner(task, hardware), TaskJob(task, hardware)
+
+
+def _source_job(job: str, result: TuneResult, global_batch_size: int | None, trial_timeout_s: float) -> Job:
+    """The job as a worker builds it, on the cards of the search."""
+    return SourceJob(
+        job,
+        result.config.devices,
+        result.config.virtual_spec,
+        global_batch_size=global_batch_size,
+        trial_timeout_s=trial_timeout_s,
+    )
 
 
 def _task_of(job: str, global_batch_size: int | None) -> TrainingTask:

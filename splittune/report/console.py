@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from splittune.report.advice import lines_of
 from splittune.report.explain import risks_of
 from splittune.report.foretold import describe_foretold
 from splittune.report.like_devices import like_devices
@@ -47,10 +48,12 @@ def show_result(result: TuneResult, console: Console, *, verbose: bool = False) 
     if verbose:
         _print_prose(WHY_STOPPED.get(result.stopped, ""), console)
         _print_prose(result.explanation, console)
+        _print_advice(result, console)
         return
     _print_prose(f"Why: {' '.join(result.facts)}", console)
     if result.remedy:
         _print_prose(f"For more: {result.remedy}.", console)
+    _print_advice(result, console)
     if result.foretold is not None:
         _print_prose(describe_foretold(result.foretold, result.best), console)
     if result.config.is_modelled:
@@ -142,6 +145,11 @@ def _bar(memory: DeviceMemory) -> str:
 
 def _part_taken(memory: DeviceMemory) -> float:
     return memory.peak_reserved_bytes / max(memory.total_bytes - memory.outside_bytes, 1)
+
+
+def _print_advice(result: TuneResult, console: Console) -> None:
+    for line in lines_of(result.advice):
+        _print_prose(line, console)
 
 
 def _print_prose(text: str, console: Console) -> None:

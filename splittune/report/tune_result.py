@@ -15,9 +15,17 @@ from splittune.exports import Export, TriedSplit
 from splittune.hardware.base import Device
 from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import Measurement
+from splittune.report.advice import AdviceRow, advice_table
 from splittune.report.diagnosis import Diagnosis, diagnose
 from splittune.report.explain import facts_of, paragraph_of, remedy_of, risks_of
-from splittune.report.files import CONFIG_FILE, DEVICES_FILE, EXPLANATION_FILE, RESULT_FILE, TRIALS_FILE
+from splittune.report.files import (
+    ADVICE_FILE,
+    CONFIG_FILE,
+    DEVICES_FILE,
+    EXPLANATION_FILE,
+    RESULT_FILE,
+    TRIALS_FILE,
+)
 from splittune.report.foretold import describe_foretold
 from splittune.report.memory_parts import MemoryParts
 from splittune.report.page import save_search_report
@@ -66,6 +74,8 @@ class TuneResult:
     """What the model takes once; None where nobody said."""
     modules: tuple[ModuleMemory, ...] = ()
     """What its modules hold, most first; activations where the step was run on shapes."""
+    advice: tuple[AdviceRow, ...] = ()
+    """What was tried beside the split, best first; empty where nobody asked."""
 
     @property
     def speedup(self) -> float | None:
@@ -124,7 +134,8 @@ class TuneResult:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write ``split.json``, ``trials.csv``, ``devices.csv``, ``explanation.txt``, ``result.json``, ``report.html``.
 
-        `folder` is made if missing. The last is for people, and is made from the others: any browser shows it.
+        `folder` is made if missing. The last is for people, and is made from the others: any browser shows it. Where
+        advice was asked for, also ``advice.csv``; one that an earlier search left there goes.
 
         Raises:
             ConfigError: the folder cannot be written to.
@@ -141,6 +152,10 @@ class TuneResult:
             nodes=self.nodes,
             parts=self._parts.of,
         )
+        if self.advice:
+            save_csv(advice_table(self.advice), Path(folder) / ADVICE_FILE)
+        else:
+            (Path(folder) / ADVICE_FILE).unlink(missing_ok=True)
         save_search_report(folder)
         return Path(folder)
 
@@ -164,6 +179,7 @@ class TuneResult:
             found=self._found(),
             trials=rows_of(csv_text(trials), TRIALS_FILE, trial_of),
             cards=rows_of(csv_text(devices), DEVICES_FILE, busy_of),
+            advice=self.advice,
         )
 
     @property

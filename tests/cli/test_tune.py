@@ -74,6 +74,22 @@ def test_verbose_tells_why_each_split_was_tried(run: Run, tmp_path: Path) -> Non
     assert not any(trial["reason"] in plain.out for trial in trials_in(tmp_path / "plain"))
 
 
+def test_advice_is_tried_and_written_beside_the_result(run: Run, tmp_path: Path) -> None:
+    """--advise says each remedy as it is tried, and writes advice.csv; with ranks it is refused."""
+    ended = run("tune", "job.py:make_task", *CARDS, "--max-trials", "1", "--advise", "--out", "out")
+    assert ended.code == 0
+    with (tmp_path / "out/advice.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    tried = [row for row in rows if row["gain"]]
+    assert tried
+    assert {row["how"] for row in tried} == {"modelled"}
+    assert all(f": {row['remedy']}" in ended.out for row in tried)
+    assert "advice.csv" in ended.out
+    refused = run("tune", "job.py:make_task", *CARDS, "--strategy", "ddp", "--advise", "--out", "other")
+    assert refused.code == 2
+    assert "--advise is for a search in one process" in " ".join(refused.err.split())
+
+
 def test_the_global_batch_size_is_kept(run: Run, tmp_path: Path) -> None:
     """--global-batch-size is the split's, and that training needs such a loader is said."""
     ended = run("tune", "job.py:make_task", *CARDS, "--max-trials", "1", "--global-batch-size", "20", "--out", "out")

@@ -14,7 +14,8 @@ from splittune.config.files import read_text
 from splittune.config.split_config import SplitConfig
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import Outcome
-from splittune.report.files import CONFIG_FILE, DEVICES_FILE, RESULT_FILE, TRIALS_FILE
+from splittune.report.advice import AdviceRow, advice_of
+from splittune.report.files import ADVICE_FILE, CONFIG_FILE, DEVICES_FILE, RESULT_FILE, TRIALS_FILE
 from splittune.report.result_file import AGAIN, Found
 from splittune.split import BatchSplit
 
@@ -74,6 +75,8 @@ class SearchFiles:
     found: Found | None
     trials: tuple[TrialRow, ...]
     cards: tuple[BusyRow, ...]
+    advice: tuple[AdviceRow, ...] = ()
+    """What was tried beside the split; empty where nobody asked."""
 
     @property
     def is_modelled(self) -> bool:
@@ -106,7 +109,11 @@ def read_search(folder: str | os.PathLike[str]) -> SearchFiles:
             f"{place / TRIALS_FILE} has no trial of the split in {CONFIG_FILE}, {config.split}: expected files of one "
             f"search. {AGAIN}"
         )
-    return replace(tables, config=config, found=found)
+    return replace(tables, config=config, found=found, advice=_read_advice(place / ADVICE_FILE))
+
+
+def _read_advice(path: Path) -> tuple[AdviceRow, ...]:
+    return rows_of(read_text(path, AGAIN), str(path), advice_of) if path.is_file() else ()
 
 
 def read_tables(folder: str | os.PathLike[str]) -> SearchFiles:

@@ -8,6 +8,7 @@ from math import hypot
 from splittune.config.split_config import SplitConfig
 from splittune.hardware.virtual.efficiency import MEDIAN_TIME_ERROR
 from splittune.profiling.measurement import Measurement
+from splittune.report.page.advised import advice_section
 from splittune.report.page.document import document, headline, pictured, section, tile, tiles
 from splittune.report.page.markup import Markup, tag
 from splittune.report.page.memory import CardMemory, card_memories, memory_picture
@@ -48,6 +49,7 @@ def search_page(files: SearchFiles) -> str:
         _answer(config, found, files.trials),
         _why(found),
         beside_today(found.best, found.baseline, files.trials, _kind(config)),
+        advice_section(files.advice),
         pictured(pictures["memory"], *numbers) if "memory" in pictures else None,
         _pictured_modules(found),
         None if times is None else pictured(pictures["step"], step_table(times)),

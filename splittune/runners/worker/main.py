@@ -17,6 +17,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
+from splittune.errors import ConfigError
 from splittune.hardware import Device, DeviceMemory, resolve_hardware
 from splittune.hardware.oom import is_sticky
 from splittune.profiling.foretold import Foretold
@@ -129,6 +132,13 @@ def _opened(order: Mapping[str, Any], tuner: _Tuner) -> _Trials:
     task = load_task(job["target"]) if "target" in job else load_task_from_module(job["module"], job["function"])
     if order["global_batch_size"] is not None:
         task = replace(task, global_batch_size=order["global_batch_size"])
+    if order["autocast_dtype"] is not None:
+        if task.autocast_dtype is not None:
+            raise ConfigError(
+                f"{order['autocast_dtype']} was asked for, and the job has autocast to {task.autocast_dtype}: expected "
+                "one of them."
+            )
+        task = replace(task, autocast_dtype=getattr(torch, order["autocast_dtype"].removeprefix("torch.")))
     runner = InProcessRunner(task, hardware)
     tuner.send("opened", job=runner.open(order["placements"]).to_dict())
     return _Trials(runner)

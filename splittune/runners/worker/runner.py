@@ -51,6 +51,7 @@ class WorkerRunner:
         job: ``"FILE.py:FUNCTION"``, or a module-level function without arguments; it returns a `TrainingTask`.
         devices: as `resolve_hardware` takes them.
         global_batch_size: in place of the task's own.
+        autocast_dtype: for a task that has none.
         trial_timeout_s: how long a trial may take. Those in whole steps may take as many times that as they accumulate.
         start_timeout_s: how long building the job may take.
 
@@ -64,6 +65,7 @@ class WorkerRunner:
         devices: str | Sequence[str | int | torch.device] | None = None,
         *,
         global_batch_size: int | None = None,
+        autocast_dtype: torch.dtype | None = None,
         trial_timeout_s: float = DEFAULT_TRIAL_TIMEOUT_S,
         start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
     ) -> None:
@@ -79,6 +81,7 @@ class WorkerRunner:
         self._order: dict[str, Any] = {
             "job": _recipe_of(job),
             "devices": devices if devices is None or isinstance(devices, str) else [_plain(one) for one in devices],
+            "autocast_dtype": None if autocast_dtype is None else str(autocast_dtype),
             "global_batch_size": global_batch_size
             if global_batch_size is None
             else checked_int("global_batch_size", global_batch_size, at_least=1),

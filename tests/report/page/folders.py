@@ -10,6 +10,7 @@ from splittune.config.data import Strategy
 from splittune.hardware.base import Device, DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.report import TuneResult, save_tables
+from splittune.report.advice import AdviceRow, How
 from splittune.report.state_parts import ModelBytes
 from splittune.search import Trial
 from splittune.split import BatchSplit
@@ -145,6 +146,24 @@ def search(
         model=ModelBytes(parameter_bytes=GIB // 2, gradient_bytes=GIB // 2),
     )
 
+
+# Every kind of row, one of them with a name that would run.
+ADVICE = (
+    AdviceRow(remedy="memory held by others", how=How.MODELLED, finding=f"Held by {SCRIPT}.", is_limit=True),
+    AdviceRow(
+        remedy="another card as GPU 0",
+        how=How.MODELLED,
+        finding="331 samples/s where the best split without it has 300 (modelled). " * 4,
+        cost="Name the cards in another order.",
+        gain=1.1,
+        throughput=331.0,
+        accumulation_steps=2,
+        shard_sizes="4+20+20+20",
+        num_trials=5,
+    ),
+    AdviceRow(remedy=SCRIPT, how=How.FAILED, finding=SCRIPT, cost=SCRIPT),
+    AdviceRow(remedy="activation checkpointing", how=How.RULE, finding="A rule.", cost="Compute."),
+)
 
 NORMAL = Cards(("RTX3090",) * 4)
 MEASURED = Cards(("NVIDIA GeForce RTX 3090",) * 4, is_modelled=False)

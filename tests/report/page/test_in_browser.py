@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def pages(folder: Path) -> dict[str, str]:
     """Every kind of report."""
     saved = {
         "normal": folders.search(folders.NORMAL),
+        "advised": replace(folders.search(folders.NORMAL), advice=folders.ADVICE),
         "measured": folders.search(folders.MEASURED),
         "one-card": folders.search(folders.ONE),
         "eight-cards": folders.search(folders.EIGHT),
