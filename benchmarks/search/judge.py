@@ -1,0 +1,212 @@
+"""How close the search comes on problems written apart from it, with what other tools do beside it.
+
+    python -m benchmarks.search [--problems 500] [--peers 100] [--first-seed 100000] [--only physics] [--out DIR]
+
+Every generator gives problems whose best split is known exactly (`problem`). The search sees each
+twice: with all readings, and with none of the optional ones. Regret is what the chosen split's true
+samples/s lack to the best one's, 1 where nothing was found. OOMs count from the first trial that
+ran: before one did, they are how a search learns where to go. Tables are printed, and written to
+`search_judged.csv`, the problems to `search_judged_problems.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.search import layered, physics, recorded
+from benchmarks.search.problem import Problem, without_optional_readings
+from splittune import SplittuneError
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search import find_best_split
+from splittune.split import BatchSplit
+
+MAX_TRIALS = 12
+# Below this one no problem has been seen while the search was made.
+FIRST_SEED = 100_000
+GENERATORS: dict[str, Callable[[int], Problem]] = {
+    "physics": physics.draw,
+    "layered": layered.draw,
+    "recorded": recorded.draw,
+}
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def with_all_readings(problem: Problem) -> BatchSplit | None:
+    """The split that the search emits."""
+    return _searched(problem, lambda measurement: measurement)
+
+
+def without_readings(problem: Problem) -> BatchSplit | None:
+    """The same where `measure` fills no optional field."""
+    return _searched(problem, without_optional_readings)
+
+
+def at_random(problem: Problem) -> BatchSplit | None:
+    """As many trials, drawn at random."""
+    return _searched(problem, lambda measurement: measurement, sampler="random")
+
+
+def doubled_then_halved(problem: Problem) -> BatchSplit | None:
+    """Lightning's power mode at the even split: doubled until one runs out of memory, then half of that."""
+    size, fitted = 2, None
+    while size <= problem.space().global_batch_size and (ran := _even_that_runs(problem, size)) is not None:
+        fitted, size = ran, 2 * size
+    return fitted
+
+
+def backing_off(problem: Problem) -> BatchSplit | None:
+    """Accelerate's finder at the even split: from the whole batch down, nine tenths after every OOM."""
+    return _first_that_runs(problem, lambda size: int(size * 0.9))
+
+
+def halved_by_hand(problem: Problem) -> BatchSplit | None:
+    """The whole batch evenly, halved on every OOM."""
+    return _first_that_runs(problem, lambda size: size // 2)
+
+
+SEARCHES: dict[str, Callable[[Problem], BatchSplit | None]] = {
+    "guided": with_all_readings,
+    "guided, no optional reading": without_readings,
+}
+PEERS: dict[str, Callable[[Problem], BatchSplit | None]] = {
+    "random": at_random,
+    "doubling (as Lightning)": doubled_then_halved,
+    "x 0.9 (as Accelerate)": backing_off,
+    "even, halved by hand": halved_by_hand,
+}
+
+
+def _searched(
+    problem: Problem, told: Callable[[Measurement], Measurement], sampler: str | None = None
+) -> BatchSplit | None:
+    try:
+        found = find_best_split(
+            problem.space(),
+            lambda split: told(problem.measure(split)),
+            confirm=lambda split: told(problem.confirm(split)),
+            max_trials=MAX_TRIALS,
+            min_headroom_bytes=problem.min_headroom_bytes,
+            sampler=sampler,
+            seed=problem.seed,
+        )
+    except SplittuneError:
+        return None
+    return found.best.split
+
+
+def _even_that_runs(problem: Problem, size: int) -> BatchSplit | None:
+    """The even split at micro-batches of `size`, if it runs: other tools demand no headroom."""
+    space = problem.space()
+    steps = -(-space.global_batch_size // size)
+    split = BatchSplit.even(
+        global_batch_size=space.global_batch_size, accumulation_steps=steps, num_devices=space.num_devices
+    )
+    ran = problem.measure(split).outcome in (Outcome.OK, Outcome.NO_HEADROOM)
+    return split if ran else None
+
+
+def _first_that_runs(problem: Problem, smaller: Callable[[int], int]) -> BatchSplit | None:
+    size = problem.space().global_batch_size
+    while size > 0:
+        split = _even_that_runs(problem, size)
+        if split is not None:
+            return split
+        size = smaller(size)
+    return None
+
+
+def judged(generator: str, seed: int, name: str, search: Callable[[Problem], BatchSplit | None]) -> dict[str, Any]:
+    """One search on one problem, in which something fits, as a row of the table."""
+    problem = GENERATORS[generator](seed)
+    best = problem.best_throughput
+    assert best is not None
+    began = time.perf_counter()
+    split = search(problem)
+    elapsed_s = time.perf_counter() - began
+    runs = [problem.runs(tried) for tried in problem.measured]
+    first_that_ran = runs.index(True) if True in runs else len(runs)
+    space = problem.space()
+    evens = {tried: problem.throughput(tried) for tried in problem.measured if tried in set(space.even_splits())}
+    found = 0.0 if split is None else problem.throughput(split)
+    best_even = max((speed for tried, speed in evens.items() if problem.fits(tried)), default=0.0)
+    return {
+        "generator": generator,
+        "search": name,
+        "seed": seed,
+        "kind": problem.kind,
+        "num_devices": space.num_devices,
+        "global_batch_size": space.global_batch_size,
+        "shares": space.shares,
+        "regret": max(0.0, 1 - found / best),
+        "behind_best_even": max(0.0, 1 - found / best_even) if best_even else 0.0,
+        "num_trials": len(problem.measured),
+        "num_duplicates": len(problem.measured) - len(set(problem.measured)),
+        "num_oom": runs.count(False),
+        "num_later_oom": runs[first_that_ran:].count(False),
+        "own_ms_per_trial": 1e3 * elapsed_s / max(1, len(problem.measured)),
+    }
+
+
+def seeds(generator: str, count: int, first_seed: int) -> Iterator[int]:
+    """Seeds of problems in which something fits."""
+    seed = first_seed
+    while count:
+        if GENERATORS[generator](seed).best_throughput is not None:
+            yield seed
+            count -= 1
+        seed += 1
+
+
+def summarised(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row for each generator and search."""
+    told = []
+    for (generator, search), own in rows.groupby(["generator", "search"], sort=False):
+        told.append(
+            {
+                "generator": generator,
+                "search": search,
+                "problems": len(own),
+                "within 1 %": (own.regret <= 0.01).mean(),
+                "within 5 %": (own.regret <= 0.05).mean(),
+                "95th percentile": own.regret.quantile(0.95),
+                "worst": own.regret.max(),
+                "trials (median)": own.num_trials.median(),
+                "OOMs once one ran": own.num_later_oom.mean(),
+                "OOMs a problem": own.num_oom.mean(),
+                "behind the best even split measured (most)": own.behind_best_even.max(),
+                "duplicates": own.num_duplicates.sum(),
+                "own ms a trial (median)": own.own_ms_per_trial.median(),
+            }
+        )
+    return pd.DataFrame(told).set_index(["generator", "search"])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__.partition("\n")[0])
+    parser.add_argument("--problems", type=int, default=500, help="problems of each generator")
+    parser.add_argument("--peers", type=int, default=100, help="how many of these other tools get")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--only", choices=list(GENERATORS), help="one generator")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    chosen = parser.parse_args(arguments)
+    rows = []
+    for generator in [chosen.only] if chosen.only else list(GENERATORS):
+        for place, seed in enumerate(seeds(generator, chosen.problems, chosen.first_seed), start=1):
+            searches = SEARCHES | (PEERS if place <= chosen.peers else {})
+            rows += [judged(generator, seed, name, search) for name, search in searches.items()]
+            print(f"\r{generator}: {place} of {chosen.problems} problems", end="", flush=True)
+        print()
+    problems = pd.DataFrame(rows)
+    table = summarised(problems)
+    with pd.option_context("display.width", 200, "display.max_columns", None):
+        print(table.round(4).to_string())
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    table.round(6).to_csv(chosen.out / "search_judged.csv")
+    problems.round(6).to_csv(chosen.out / "search_judged_problems.csv", index=False)
