@@ -21,6 +21,9 @@ NUM_FINALISTS = 3
 # Two splits are too close to call within so many standard errors of their difference. A choice, the
 # usual 95 %. Larger: more splits are measured twice, and headroom decides more often.
 TOO_CLOSE = 2.0
+# Of those headroom decides only among the ones that lack at most this part of the speed, however
+# much noise there is. A choice: the regret that a search aims at.
+HEADROOM_PRICE = 0.01
 # A split at which the allocator had to free memory and try again is one fragment away from failing.
 # Another wins if it lacks at most this part of the speed. A choice.
 EDGE_PRICE = 0.05
@@ -50,9 +53,9 @@ def confirm_finalists(
     3. Those within the noise of the fastest, a second time in the opposite order: a drift of the
        clocks then falls on all alike. Both measurements count.
 
-    The fastest wins. Of those within the noise of it and no slower than the baseline, the one with
-    most headroom wins, then the one that was faster before. A split at which the allocator had to
-    retry gives way to one that is close.
+    The fastest wins. Of those within the noise of it, at most `HEADROOM_PRICE` behind it and no
+    slower than the baseline, the one with most headroom wins, then the one that was faster before.
+    A split at which the allocator had to retry gives way to one that is close.
     """
     fitting = sorted((trial.measurement for trial in trials if trial.fits), key=rank)
     fits = {measurement.split for measurement in fitting}
@@ -80,7 +83,7 @@ def confirm_finalists(
             confirmed[first.split] = _together(first, again)
     baseline = baseline_again()  # where it failed in the second turn, the next
     in_order = [confirmed[m.split] for m in fitting if m.split in confirmed]
-    close = _within_noise(_off_the_edge([m for m in in_order if m.outcome is Outcome.OK]))
+    close = _worth_their_headroom(_within_noise(_off_the_edge([m for m in in_order if m.outcome is Outcome.OK])))
     # within the noise, too, nothing is chosen that looks slower than what it is compared with
     least = 0.0 if baseline is None or baseline.is_on_the_edge else baseline.throughput or 0.0
     best = max((m for m in close if (m.throughput or 0.0) >= least), key=_least_headroom, default=None)
@@ -101,6 +104,12 @@ def _within_noise(measurements: Sequence[Measurement]) -> list[Measurement]:
     if fastest is None:
         return []
     return [m for m in measurements if _is_close(m, fastest)]
+
+
+def _worth_their_headroom(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Without those that lack more speed than headroom is worth."""
+    fastest = max((m.throughput or 0.0 for m in measurements), default=0.0)
+    return [m for m in measurements if (m.throughput or 0.0) >= (1 - HEADROOM_PRICE) * fastest]
 
 
 def _is_close(one: Measurement, fastest: Measurement) -> bool:

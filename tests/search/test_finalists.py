@@ -161,6 +161,15 @@ def test_ties_within_the_noise_go_to_more_headroom() -> None:
     assert confirmed.best.split == uneven(3)
 
 
+def test_headroom_is_worth_one_per_cent_of_the_speed_however_noisy_the_clock_is() -> None:
+    """A step that takes 3 % longer is within the noise of 10 %, and loses all the same."""
+    wild = (0.9, 1.0, 1.1)
+    searched = [ran(uneven(2), *wild), ran(uneven(3), *(1.03 * time for time in wild), headroom_bytes=200)]
+    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched, second=tuple(searched)))
+    assert confirmed.best is not None
+    assert confirmed.best.split == uneven(2)
+
+
 def test_a_tie_never_goes_to_what_looks_slower_than_the_baseline() -> None:
     """A split within the noise of the baseline, and behind it, is not chosen for its headroom."""
     searched = [noisy(EVENS[1], 1.0), noisy(uneven(3), 1.005, headroom_bytes=20)]

@@ -24,7 +24,7 @@ class StepCosts:
     per_sample_s: float = 0.0
     """omega, for each sample of a micro-step whose outputs several devices gather."""
     per_device_s: float = 0.0
-    """h, for each device that takes part in a micro-step."""
+    """h, for each device beside the first that takes part in a micro-step."""
     per_step_s: float = 0.0
     """u, once a step: the update."""
     per_reduce_s: float = 0.0
@@ -45,7 +45,7 @@ class StepCounts:
     """How often a step of each of N splits pays for each of `StepCosts`.
 
     Worked: 3 accumulation steps of 10 samples over 2 devices are a row of 3 micro-steps, 30
-    samples, 6 device micro-steps, 1 step and 1 reduce.
+    samples, 3 micro-steps of further devices, 1 step and 1 reduce.
     """
 
     matrix: FloatArray
@@ -56,7 +56,7 @@ class StepCounts:
         """Of N splits: `steps` (N,), `shards` (N, n)."""
         active = (shards > 0).sum(axis=1)
         samples = steps * shards.sum(axis=1) * (active > 1)
-        return cls(np.column_stack([steps, samples, steps * active, np.ones_like(steps), active - 1.0]))
+        return cls(np.column_stack([steps, samples, steps * (active - 1.0), np.ones_like(steps), active - 1.0]))
 
     @property
     def micro_steps(self) -> FloatArray:
@@ -79,7 +79,7 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """Seconds a step, ``k (c + omega m + h a + max(max_i t_i(s_i), g a)) + u + r (a - 1)``.
+    """Seconds a step, ``k (c + omega m + h (a - 1) + max(max_i t_i(s_i), g a)) + u + r (a - 1)``.
 
     m is the micro-batch, a the number of devices with a share s_i. See `TimeModel`.
     """
@@ -92,6 +92,8 @@ class Hypothesis:
     """g: one thread launches for all devices taking part, and the slowest may wait for it."""
     most_host_s_per_device: float = 0.0
     """The largest g with which no trial would have taken longer than it did."""
+    gpu0_per_sample_s: float = 0.0
+    """e, what GPU 0 works for each sample of the micro-batch while the others work: on outputs, say."""
     tells_busy: bool = True
     """Whether curves are of busy times; else they include what is constant in a micro-step."""
     weight: float = 1.0
@@ -105,6 +107,8 @@ class Hypothesis:
         seconds = np.empty_like(shards)
         for curve, own in self._devices_by_curve():
             seconds[:, own] = curve(sizes)[whole[:, own]] if are_sizes_fewer else curve(shards[:, own])
+        if self.gpu0_per_sample_s:
+            seconds[:, 0] += self.gpu0_per_sample_s * shards.sum(axis=1)
         which = seconds.argmax(axis=1)
         return which, seconds[np.arange(len(shards)), which]
 
@@ -119,18 +123,21 @@ class Hypothesis:
         working_s = np.maximum(slowest_s, self.host_s_per_device * active)
         if not self.tells_busy:
             working_s = working_s - self.curves[-1].floor_s * (1 - active / n)
+        others = max(n - 1, 1)
         costs = replace(
             self.costs,
             per_micro_step_s=0.0,
-            per_device_s=self.costs.per_micro_step_s / n + self.costs.per_device_s,
-            per_step_s=0.0,
+            per_device_s=self.costs.per_micro_step_s / others + self.costs.per_device_s,
+            per_step_s=self.costs.per_step_s / n,
             per_reduce_s=self.costs.per_step_s / n + self.costs.per_reduce_s,
         )
         seconds = steps * working_s + costs.of(counts)
-        if self.tells_busy:
-            # or what no device's own work explains is the host's, for one device after the other
-            waiting_s = np.maximum(slowest_s, self.most_host_s_per_device * active)
-            seconds = np.minimum(seconds, steps * waiting_s + costs.per_reduce_s * active)
+        if not self.tells_busy:
+            # at the best all of it is the devices' own
+            return np.asarray(np.maximum(seconds, self.step_s(counts, slowest_s) * active / n))
+        # or what no device's own work explains is the host's, for one device after the other
+        waiting_s = np.maximum(slowest_s, self.most_host_s_per_device * active)
+        seconds = np.minimum(seconds, steps * waiting_s + costs.per_step_s + costs.per_reduce_s * (active - 1))
         return np.asarray(np.maximum(seconds, LEAST_STEP_S))
 
     def of_slowest(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
+from scipy.optimize import minimize_scalar, nnls
 
 from splittune.search.arrays import FloatArray
 from splittune.search.models.curves import Curve, fit_curve
@@ -23,17 +23,21 @@ TILES = (2, 4, 8, 16, 32)
 # What a hypothesis with tiles lacks in log prior: it must make the trials e^2 = 7 times as likely
 # to be believed as much as one without. A choice.
 TILE_PENALTY = 2.0
-# Without busy times: how many samples of another device take as long as one of GPU 0's. There is a
-# hypothesis for each ratio. A choice, evenly spaced in logarithms.
-GPU0_RATIOS = tuple(np.geomspace(1 / 3, 3, 7))
+# Without busy times: how many samples of one kind of device take as long as one of another. There is
+# a hypothesis for each ratio. A choice, evenly spaced in logarithms: the fastest cards in use have
+# some nine times the speed of the slowest.
+SPEED_RATIOS = tuple(np.geomspace(1 / 9, 9, 13))
 # About the likeliest ratio one more on both sides, at half of the spacing, and then at a quarter.
 FINER_RATIOS = (3 ** (1 / 6), 3 ** (1 / 12))
+# Within the last of these it is then sought with so many tries. A choice: a thousandth is left.
+MOST_RATIOS = 12
 # What a ratio lacks in log prior, for its squared logarithm: devices mostly are alike. A choice.
 RATIO_PENALTY = 0.5
 # Hypotheses are compared as if the noise were at least this: none is exactly true, so small
 # residuals must not decide. A choice. Larger, and more hypotheses are averaged.
 MIXING_NOISE = 0.03
-# A hypothesis with a smaller posterior weight than this is forgotten. A choice that saves time.
+# A hypothesis with less than this part of the largest posterior weight is forgotten. A choice that
+# saves time.
 LEAST_WEIGHT = 0.01
 # The host's seconds for each device are tried at these parts of the most that the trials allow. A
 # choice, denser near the most: there the host decides most steps.
@@ -47,6 +51,12 @@ BUSY_TOLERANCE = 0.02
 # typical micro-step between the first and the last, so that what these two take longer counts as
 # the update's (see `profiling.recorder`).
 MIN_STEPS_FOR_UPDATES = 3
+# Of a micro-step, further devices are taken to cost at most this part: something is left for the work itself.
+MOST_OVERHEAD = 0.9
+# GPU 0's part of the micro-batch must vary by this much to tell what grows with which. A choice.
+LEAST_VARIATION = 0.02
+# A divisor in place of 0 seconds.
+LEAST_SECONDS = 1e-12
 # An update weighs this much of a whole step in the fit. A choice below 1: it is part of that step.
 UPDATE_WEIGHT = 0.2
 
@@ -68,51 +78,119 @@ class _Fit:
         self._updates = self._update_rows()
 
     def from_busy_times(self) -> list[Weighed]:
-        """Curves without tiles and, while those are not well known, with tiles of each size."""
-        plain = self._curves_of_busy_devices(tile=1)
+        """Curves without tiles and, while those are not well known, with tiles of each size.
+
+        What GPU 0 works on the whole micro-batch, where there is such work, may be in its curve, or
+        beside it: while the others work, or once they have finished, when all wait for it.
+        """
+        per_sample_s = self._gpu0_per_sample_s()
+        weighed = self._of_busy_times(self.trials.busy_s, 0.0)
+        if per_sample_s:
+            less = self.trials.busy_s
+            less[:, 0] = np.maximum(less[:, 0] - per_sample_s * self.trials.shards.sum(axis=1), 0.0)
+            weighed += self._of_busy_times(less, 0.0) + self._of_busy_times(less, per_sample_s)
+        return weighed
+
+    def _of_busy_times(self, busy_s: FloatArray, gpu0_per_sample_s: float) -> list[Weighed]:
+        plain = self._curves_of_busy_devices(busy_s, tile=1)
+        weighed = [(0.0, self._with_costs(plain, gpu0_per_sample_s))]
         if all(curve.is_well_known(self.trials.noise) for curve in plain):
-            return [(0.0, self._with_costs(plain))]
-        tiled = [self._curves_of_busy_devices(tile) for tile in self._tiles()]
-        tiled = [curves for curves in tiled if any(curve.tile > 1 for curve in curves)]
-        return [(0.0, self._with_costs(plain)), *((-TILE_PENALTY, self._with_costs(curves)) for curves in tiled)]
+            return weighed
+        for tile in self._tiles():
+            curves = self._curves_of_busy_devices(busy_s, tile)
+            if any(curve.tile > 1 for curve in curves):
+                weighed.append((-TILE_PENALTY, self._with_costs(curves, gpu0_per_sample_s)))
+        return weighed
+
+    def _gpu0_per_sample_s(self) -> float:
+        """Seconds that GPU 0 works for each sample of the micro-batch, by the lines of its kind.
+
+        Non-negative least squares on relative errors: a floor and a slope that devices of as much
+        memory share, and for GPU 0 a third term. 0 where GPU 0 has no such others and its part of
+        the micro-batch never varied, so that nothing tells the two slopes apart, or where the term
+        is in the noise.
+        """
+        trials, busy_s = self.trials, self.trials.busy_s
+        kin = [i for i, total in enumerate(trials.totals) if total == trials.totals[0]]
+        sizes = trials.shards.sum(axis=1)
+        parts = trials.shards[:, 0] / sizes
+        if trials.num_devices == 1 or (len(kin) == 1 and np.ptp(parts) < LEAST_VARIATION):
+            return 0.0
+        shares, times = trials.shards[:, kin].ravel(), busy_s[:, kin].ravel()
+        own = np.zeros_like(trials.shards[:, kin])
+        own[:, 0] = sizes
+        matrix, known = np.column_stack([shares > 0, shares, own.ravel()]), times > 0
+        if not known.any():
+            return 0.0
+        scaled = matrix[known] / times[known, None]
+        (_, _, per_sample_s), _ = nnls(scaled, np.ones(known.sum()))
+        largest = float((per_sample_s * sizes / np.maximum(busy_s[:, 0], per_sample_s * sizes + LEAST_SECONDS)).max())
+        return float(per_sample_s) if largest > BUSY_TOLERANCE + SIGNIFICANT_DEVIATIONS * trials.noise else 0.0
 
     def from_whole_steps(self) -> list[Weighed]:
-        """A single curve, GPU 0's share at several ratios; at the likeliest also with tiles."""
+        """A single curve, the shares of each kind of device at several ratios; also with tiles.
+
+        Ratios are found kind after kind, each at the likeliest of the others, and once more from
+        there where there are several kinds. Tiles are tried at the likeliest.
+        """
+        kinds = self._kinds_of_unknown_speed()
         weighed: list[Weighed] = []
-        for is_like_gpu0 in self._devices_like_gpu0():
-
-            def at(ratio: float, is_like_gpu0: NDArray[np.bool_] = is_like_gpu0) -> Weighed:
-                prior = -RATIO_PENALTY * float(np.log(ratio)) ** 2
-                return prior, self._with_costs(self._single_curve(np.where(is_like_gpu0, ratio, 1.0)))
-
-            if is_like_gpu0.all():
-                weighed.append(at(1.0))
-                continue
-            own = [at(ratio) for ratio in GPU0_RATIOS]
-            for finer in FINER_RATIOS:
-                middle = self._likeliest(own).curves[0].ratio
-                own += [at(middle / finer), at(middle * finer)]
-            weighed += own
-        likeliest = tuple(curve.ratio for curve in self._likeliest(weighed).curves)
-        for ratios in {likeliest, (1.0,) * self.trials.num_devices}:
+        likeliest = np.ones(self.trials.num_devices)
+        for _ in range(min(len(kinds), 2)):
+            for kind in kinds:
+                own = self._at_ratios_of(kind, likeliest)
+                weighed += own
+                likeliest = np.array([curve.ratio for curve in self._likeliest(own).curves])
+        if not kinds:  # a single device
+            weighed = [(0.0, self._with_costs(self._single_curve(likeliest)))]
+        for ratios in {tuple(likeliest), (1.0,) * self.trials.num_devices}:
             tiled = [self._single_curve(np.array(ratios), tile) for tile in self._tiles()]
             weighed += [(-TILE_PENALTY, self._with_costs(curves)) for curves in tiled if curves[0].tile > 1]
         return weighed
 
+    def _at_ratios_of(self, kind: NDArray[np.bool_], others: FloatArray) -> list[Weighed]:
+        """One hypothesis for each ratio of the devices `kind`, (n,), beside the ratios of the `others`, (n,)."""
+
+        def at(ratio: float) -> Weighed:
+            ratios = np.where(kind, ratio, others)
+            prior = -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum())
+            return prior, self._with_costs(self._single_curve(ratios))
+
+        def likeliest() -> float:
+            return self._likeliest(weighed).curves[int(kind.argmax())].ratio
+
+        def improbability(log_ratio: float) -> float:
+            return -self._log_posterior(at(float(np.exp(log_ratio))))
+
+        weighed = [at(ratio) for ratio in SPEED_RATIOS]
+        for finer in FINER_RATIOS:
+            middle = likeliest()
+            weighed += [at(middle / finer), at(middle * finer)]
+        middle, step = np.log(likeliest()), np.log(FINER_RATIOS[-1])
+        found = minimize_scalar(
+            improbability, bounds=(middle - step, middle + step), method="bounded", options={"maxiter": MOST_RATIOS}
+        )
+        return [*weighed, at(float(np.exp(found.x)))]
+
     def posterior_weights(self, weighed: Sequence[Weighed]) -> list[Hypothesis]:
         """The hypotheses with their posterior weights: log prior + log likelihood, normalised.
 
-        Weights below `LEAST_WEIGHT` are dropped.
+        Those below `LEAST_WEIGHT` times the largest are dropped.
         """
-        scores = [prior + self._log_likelihood(hypothesis) for prior, hypothesis in weighed]
+        scores = [self._log_posterior(pair) for pair in weighed]
         weights = np.exp(np.array(scores) - max(scores))
-        weights[weights < LEAST_WEIGHT * weights.sum()] = 0.0
+        weights[weights < LEAST_WEIGHT] = 0.0  # the largest is 1 here
         weights /= weights.sum()
         pairs = zip(weights, weighed, strict=True)
         return [replace(hypothesis, weight=float(weight)) for weight, (_, hypothesis) in pairs if weight]
 
     def _likeliest(self, weighed: Iterable[Weighed]) -> Hypothesis:
-        return max(weighed, key=lambda pair: pair[0] + self._log_likelihood(pair[1]))[1]
+        return max(weighed, key=self._log_posterior)[1]
+
+    def _log_posterior(self, weighed: Weighed) -> float:
+        """But for a constant."""
+        prior, hypothesis = weighed
+        return prior + self._log_likelihood(hypothesis)
 
     def _log_likelihood(self, hypothesis: Hypothesis) -> float:
         """Of the trials' step times and, where known, busy times; but for a constant."""
@@ -134,20 +212,35 @@ class _Fit:
         """One curve for all devices, through micro-steps at the largest share times its ratio."""
         trials = self.trials
         # of a single size the curve may take all: what is constant falls out of the comparison
-        curve = fit_curve((trials.shards * ratios).max(axis=1), trials.micro_step_s, trials.noise, tile)
+        shares = (trials.shards * ratios).max(axis=1)
+        curve = fit_curve(shares, trials.micro_step_s - self._further_devices_s(shares), trials.noise, tile)
         assert curve is not None
         scaled = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
         return tuple(scaled[ratio] for ratio in ratios)
 
-    def _devices_like_gpu0(self) -> list[NDArray[np.bool_]]:
-        """Which devices may have GPU 0's speed, (n,) each: itself alone, or all with its memory."""
-        totals = np.array(self.trials.totals)
-        alone, same = np.arange(len(totals)) == 0, totals == totals[0]
-        return [alone] if same.all() or (same == alone).all() else [alone, same]
+    def _further_devices_s(self, shares: FloatArray) -> FloatArray:
+        """(R,) seconds of a micro-step that grow with the number of devices; 0 where trials had as many."""
+        trials, active = self.trials, self.trials.counts.active_devices
+        if len(np.unique(active)) == 1:
+            return np.zeros(len(active))
+        micro_s = trials.micro_step_s
+        matrix = np.column_stack([np.ones_like(shares), shares, active - 1.0]) / micro_s[:, None]
+        (_, _, further_s), _ = nnls(matrix, np.ones_like(shares))
+        return np.asarray(np.minimum(further_s * (active - 1.0), MOST_OVERHEAD * micro_s))
 
-    def _curves_of_busy_devices(self, tile: int) -> tuple[Curve, ...]:
+    def _kinds_of_unknown_speed(self) -> list[NDArray[np.bool_]]:
+        """Which devices may differ from the commonest kind, (n,) for each: GPU 0, and each other kind."""
+        kinds = np.array(self.trials.kinds)
+        if len(kinds) == 1:
+            return []
+        alone, others = np.arange(len(kinds)) == 0, kinds[1:].tolist()
+        rarer = sorted(set(others), key=lambda kind: -others.count(kind))[1:]
+        masks = [kinds == kind for kind in rarer]
+        return [alone, *(mask for mask in masks if (mask != alone).any())]
+
+    def _curves_of_busy_devices(self, busy_s: FloatArray, tile: int) -> tuple[Curve, ...]:
         """A curve for each device: one for all of a speed, a borrowed one before any share."""
-        trials, busy_s = self.trials, self.trials.busy_s
+        trials = self.trials
         known: dict[int, Curve] = {}
         for group in self._same_speed_groups(busy_s):
             shares = np.concatenate([trials.shards[:, i] for i in group])
@@ -171,7 +264,7 @@ class _Fit:
         tolerance = BUSY_TOLERANCE + SIGNIFICANT_DEVIATIONS * self.trials.noise
 
         def are_alike(one: int, other: int) -> bool:
-            equal = (shards[:, one] == shards[:, other]) & (shards[:, one] > 0)
+            equal = (shards[:, one] == shards[:, other]) & (busy_s[:, one] > 0) & (busy_s[:, other] > 0)
             if totals[one] != totals[other] or not equal.any():
                 return False
             return float(np.median(np.abs(np.log(busy_s[equal, one] / busy_s[equal, other])))) < tolerance
@@ -180,11 +273,16 @@ class _Fit:
 
     # --- costs -----------------------------------------------------------------------------------
 
-    def _with_costs(self, curves: tuple[Curve, ...]) -> Hypothesis:
+    def _with_costs(self, curves: tuple[Curve, ...], gpu0_per_sample_s: float = 0.0) -> Hypothesis:
         """The hypothesis of these curves: its costs; the host's seconds if they explain much."""
         trials, active = self.trials, self.trials.counts.active_devices
         most_s = float((trials.micro_step_s / active).min())
-        plain = Hypothesis(curves=curves, most_host_s_per_device=most_s, tells_busy=trials.tells_busy)
+        plain = Hypothesis(
+            curves=curves,
+            most_host_s_per_device=most_s,
+            gpu0_per_sample_s=gpu0_per_sample_s,
+            tells_busy=trials.tells_busy,
+        )
         _, slowest_s = plain.slowest(trials.shards)
         costs, error = self._costs_beside(slowest_s)
         best = replace(plain, costs=costs)

@@ -136,6 +136,11 @@ class MemoryModel:
         """
         return self._readings.budget_bytes()
 
+    @property
+    def knows_rest(self) -> bool:
+        """Whether every trial that ran told what is held at rest."""
+        return all(memory.resting_bytes is not None for run in self._readings.runs for memory in run.memory)
+
     def alike(self, device: int) -> tuple[int, ...]:
         """The replicas that held as much as `device` at every equal share, itself among them.
 

@@ -110,9 +110,13 @@ def agreeing_with(bounds: Bounds) -> Polytope:
     matrix = np.concatenate([rows[is_below], -rows[is_above]])
     limits = np.concatenate([bounds.most[is_below], -bounds.least[is_above]]) / unit
     slack = np.concatenate([bounds.slack[is_below], bounds.slack[is_above]]) / unit
-    misfit = _misfit(matrix, limits, slack)
-    given = slack * (WIDENING * misfit if misfit > ROUNDING else 0.0) + THINNEST
-    centre, halfspaces = _centre(matrix, limits + given)
+    misfit, (centre, halfspaces) = 0.0, _centre(matrix, limits + THINNEST)
+    if centre is None:
+        misfit = _misfit(matrix, limits, slack)
+        given = slack * (WIDENING * misfit if misfit > ROUNDING else 0.0) + THINNEST
+        centre, halfspaces = _centre(matrix, limits + given)
+    if centre is None:
+        centre = np.zeros(matrix.shape[1])
     corners = _corners(halfspaces, centre)
     return Polytope(corners=corners / scale * unit, centre=centre / scale * unit, misfit=misfit)
 
@@ -126,10 +130,11 @@ def _misfit(matrix: FloatArray, limits: FloatArray, slack: FloatArray) -> float:
     return float(solved.x[-1]) if solved.x is not None else UNSOLVED_MISFIT
 
 
-def _centre(matrix: FloatArray, limits: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _centre(matrix: FloatArray, limits: FloatArray) -> tuple[FloatArray | None, FloatArray]:
     """The centre of the largest ball inside, (C,), and all halfspaces ``A x + b <= 0``, (H, C + 1).
 
-    The halfspaces include those that keep the coefficients from being negative.
+    The centre is None where nothing is inside. The halfspaces include those that keep the
+    coefficients from being negative.
     """
     num_coefficients = matrix.shape[1]
     matrix = np.vstack([matrix, -np.eye(num_coefficients)])
@@ -144,7 +149,7 @@ def _centre(matrix: FloatArray, limits: FloatArray) -> tuple[FloatArray, FloatAr
         bounds=[(None, None)] * num_coefficients + [(0, None)],
         method="highs",
     )
-    centre = np.zeros(num_coefficients) if solved.x is None else solved.x[:-1]
+    centre = None if solved.x is None else solved.x[:-1]
     return centre, np.hstack([matrix, -limits[:, None]])
 
 

@@ -13,7 +13,7 @@ from splittune.search.models import POOR_FIT
 from splittune.search.models.curves import Curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import StepCounts
-from splittune.search.models.hypothesis_fit import GPU0_RATIOS, fit_hypotheses
+from splittune.search.models.hypothesis_fit import fit_hypotheses
 from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
 
 # Relative standard deviation of the residuals before trials say more. A choice. Larger, and splits
@@ -31,8 +31,9 @@ JITTER = 1e-8
 MAX_HYPOTHESES = 2
 # If they are believed this much beside the likeliest. A choice.
 WORTH_BELIEVING = 0.15
-# A share that takes no longer than the slowest device's at this ratio of speeds cannot matter.
-LARGEST_RATIO = GPU0_RATIOS[-1]
+# A share that takes no longer than the slowest device's at this ratio of speeds is taken not to
+# matter. A choice.
+LARGEST_RATIO = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class StepTimes:
 
 
 class TimeModel:
-    """Seconds a step: ``k (c + omega m + h a + max(max_i t_i(s_i), g a)) + u + r (a - 1)``.
+    """Seconds a step: ``k (c + omega m + h (a - 1) + max(max_i t_i(s_i), g a)) + u + r (a - 1)``.
 
     k is the accumulation steps, m the micro-batch, a the number of devices with a share s_i. t_i is
     device i's `Curve`, from its busy times; devices of one kind share one. The host's thread needs
@@ -54,7 +55,7 @@ class TimeModel:
     Bayesian model averaging: several hypotheses are fitted and weighed by how likely they make the
     trials, and where they differ the prediction is in doubt. Curves with and without steps at tiles
     are such hypotheses. Where busy times are unknown a single curve over the largest share stands
-    for all devices, with GPU 0's share counted at each of several ratios.
+    for all devices, with the shares of each kind of device counted at each of several ratios.
 
     Gaussian process: the residuals of the hypotheses are interpolated with an RBF kernel over
     logarithms of the micro-batch, GPU 0's share and the largest other share. Their deviation grows
@@ -63,10 +64,16 @@ class TimeModel:
 
     Args:
         trials: what was measured; those that ran count, and one must have.
+        doubt: predicted deviations are multiplied by it, see `Calibration`.
+        kinds: a number for each device, the same for those taken to be alike where busy times are
+            unknown; None for those of as much memory.
     """
 
-    def __init__(self, trials: Sequence[JudgedTrial]) -> None:
-        self._trials = StepTrials.of(trials)
+    def __init__(
+        self, trials: Sequence[JudgedTrial], *, doubt: float = 1.0, kinds: Sequence[int] | None = None
+    ) -> None:
+        self._doubt = doubt
+        self._trials = StepTrials.of(trials, kinds)
         self._hypotheses = fit_hypotheses(self._trials)
         self._weights = np.array([hypothesis.weight for hypothesis in self._hypotheses])
         self._residuals = self._trials.log_step_s - self._evaluate(self._trials.steps, self._trials.shards).log_s
@@ -82,6 +89,11 @@ class TimeModel:
     def noise(self) -> float:
         """Relative standard error of the trials' step times."""
         return self._trials.noise
+
+    @property
+    def tells_busy(self) -> bool:
+        """Whether every trial says how long each device worked."""
+        return self._trials.tells_busy
 
     @property
     def residual_rms(self) -> float:
@@ -146,7 +158,7 @@ class TimeModel:
         # With as many devices as no trial had, what the model holds for constant may be each
         # device's: the mean lies half way to that, so that such splits get a trial.
         better = (mean - optimistic) / 2
-        return StepTimes(log_s=log_s - better, deviation=np.sqrt(variance) + np.abs(better))
+        return StepTimes(log_s=log_s - better, deviation=self._doubt * np.sqrt(variance) + np.abs(better))
 
     def distance(self, shards: FloatArray) -> FloatArray:
         """(N,) how far each split is from those measured, as a difference of logarithms of shares.

@@ -36,10 +36,12 @@ class StepTrials:
     counts: StepCounts
     tells_busy: bool
     """Whether every trial has busy times."""
+    kinds: tuple[int, ...]
+    """A number for each device, the same for those that are taken to be alike."""
 
     @classmethod
-    def of(cls, trials: Sequence[JudgedTrial]) -> StepTrials:
-        """Of the trials that ran: at least one must have."""
+    def of(cls, trials: Sequence[JudgedTrial], kinds: Sequence[int] | None = None) -> StepTrials:
+        """Of the trials that ran: at least one must have. Without `kinds` devices of as much memory are alike."""
         runs = tuple(a.measurement for a in trials if a.measurement.throughput is not None)
         steps = np.array([run.split.accumulation_steps for run in runs], dtype=float)
         shards = np.array([run.split.shard_sizes for run in runs], dtype=float)
@@ -51,6 +53,7 @@ class StepTrials:
             log_step_s=np.log(np.array([run.step_time_s for run in runs], dtype=float)),
             counts=StepCounts.of(steps, shards),
             tells_busy=all(run.device_busy_s is not None for run in runs),
+            kinds=totals_of(runs[0]) if kinds is None else tuple(kinds),
         )
 
     @property
@@ -70,7 +73,12 @@ class StepTrials:
     @property
     def totals(self) -> list[int]:
         """Each device's total memory in bytes; 0 where unknown."""
-        return [memory.total_bytes for memory in self.runs[0].memory] or [0] * self.num_devices
+        return list(totals_of(self.runs[0]))
+
+
+def totals_of(run: Measurement) -> tuple[int, ...]:
+    """Each device's total memory in bytes; 0 where unknown."""
+    return tuple(memory.total_bytes for memory in run.memory) or (0,) * run.split.num_devices
 
 
 def _micro_step_s(run: Measurement) -> float:

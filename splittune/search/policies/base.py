@@ -24,6 +24,7 @@ from splittune.search.candidates.table import (
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
 from splittune.search.models.step_time import TimeModel
+from splittune.search.models.step_trials import totals_of
 from splittune.split import BatchSplit, SplitSpace
 
 # A shard may be this many times as large as the largest that ran, whatever the memory model
@@ -35,6 +36,10 @@ MAX_GROWTH = 16
 # search. Larger: spaces are measured whole that the models would settle in fewer trials.
 MAX_TINY = 12
 
+# Devices that nothing tells apart are measured one by one up to this many. A choice, half of the
+# default number of trials of a search: the rest is left for the splits themselves.
+MAX_KINDS = 6
+
 ProposalKind = Literal[
     "start",
     "smallest left",
@@ -43,6 +48,7 @@ ProposalKind = Literal[
     "baseline",
     "probe feasibility",
     "improve",
+    "tell apart",
     "risky",
     "explore far",
     "verify",
@@ -118,6 +124,8 @@ class SearchState:
     """Oldest first."""
     memory: MemoryModel
     """It has seen `trials`."""
+    doubt: float = 1.0
+    """How many times its own deviations the time model was off of late, see `Calibration`."""
     optimism: Optimism = Optimism()
 
     @property
@@ -139,9 +147,14 @@ class SearchState:
         return np.asarray(self.memory.budget_bytes - self.demands)
 
     @cached_property
+    def kinds(self) -> tuple[int, ...] | None:
+        """See `kinds_of`."""
+        return kinds_of(self.space, self.trials)
+
+    @cached_property
     def time(self) -> TimeModel:
         """For a state in which a trial ran."""
-        return TimeModel(self.trials)
+        return TimeModel(self.trials, doubt=self.doubt, kinds=self.kinds)
 
     @cached_property
     def scores(self) -> CandidateScores | None:
@@ -226,3 +239,19 @@ class SearchState:
     def throughput(self, scores: CandidateScores, row: int) -> float:
         """Samples per second predicted for a candidate."""
         return self.space.global_batch_size / float(np.exp(scores.times.log_s[row]))
+
+
+def kinds_of(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...] | None:
+    """A number for each device, the same for those that are taken to be alike; None before one ran.
+
+    It matters where trials do not say how long each device worked. Where GPU 0's share alone is
+    varied, the others are alike. Else devices of as much memory are; where all have as much, each
+    is a kind of its own, if there are no more than `MAX_KINDS`.
+    """
+    if space.shares == "gpu0":
+        return (0, *[1] * (space.num_devices - 1))
+    ran = next((trial.measurement for trial in trials if trial.ran), None)
+    if ran is None:
+        return None
+    totals = totals_of(ran)
+    return totals if len(set(totals)) > 1 or len(totals) > MAX_KINDS else tuple(range(len(totals)))

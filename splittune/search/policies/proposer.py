@@ -8,8 +8,9 @@ import numpy as np
 
 from splittune.search.candidates.table import open_rows
 from splittune.search.judged_trials import JudgedTrial
+from splittune.search.models.calibration import Calibration
 from splittune.search.models.memory import MemoryModel
-from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables
+from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables, kinds_of
 from splittune.search.policies.baseline import FindBaseline
 from splittune.search.policies.explore_far import ExploreFar
 from splittune.search.policies.improve import ExpectedImprovement
@@ -18,6 +19,7 @@ from splittune.search.policies.probe_feasibility import ProbeFeasibility
 from splittune.search.policies.risky import RiskyImprovement
 from splittune.search.policies.smallest_left import SmallestLeft
 from splittune.search.policies.start_small import StartSmall
+from splittune.search.policies.tell_apart import TellApart
 from splittune.search.policies.verify_uncertain import VerifyUncertain
 from splittune.split import SplitSpace
 
@@ -25,13 +27,16 @@ POLICIES: tuple[Policy, ...] = (
     StartSmall(),
     SmallestLeft(until="one ran"),
     MeasureAll(),
-    FindBaseline(),
+    FindBaseline(min_fewer_steps=0.2),  # in large strides at first
+    TellApart(),
     ProbeFeasibility(),
     ExpectedImprovement(min_gain=0.003),  # worth a trial at once
     RiskyImprovement(),
     ExploreFar(),
     VerifyUncertain(),
     ExpectedImprovement(min_gain=0.001),  # worth one when nothing else is
+    FindBaseline(min_fewer_steps=0.05),  # then exactly
+    RiskyImprovement(when="readings missing", min_gain=0.01, min_runs_at_first=0.3, min_runs_after_oom=0.5),
     SmallestLeft(until="one fits"),
 )
 
@@ -44,8 +49,8 @@ def propose(state: SearchState, policies: Sequence[Policy] = POLICIES) -> Propos
 class Proposer:
     """Proposes splits of `space` one after the other, from all trials so far and from nothing else.
 
-    It keeps what does not change between proposals: the tables of splits, and the memory model,
-    which takes in each trial once.
+    It keeps what does not change between proposals: the tables of splits, the memory model, and how
+    far predictions were off, which take in each trial once.
 
     Args:
         space: the legal splits.
@@ -57,6 +62,7 @@ class Proposer:
         self._demands = np.array(min_headroom_bytes, dtype=float)
         self._memory = MemoryModel((), space.num_devices)
         self._seen: list[JudgedTrial] = []
+        self._calibration = Calibration()
 
     def propose(self, trials: Sequence[JudgedTrial]) -> Proposal | None:
         """The next split; None when no other is worth measuring."""
@@ -65,7 +71,13 @@ class Proposer:
     def state(self, trials: Sequence[JudgedTrial]) -> SearchState:
         """What the policies see after these trials."""
         self._learn(trials)
-        return SearchState(tables=self._tables, demands=self._demands, trials=trials, memory=self._memory)
+        return SearchState(
+            tables=self._tables,
+            demands=self._demands,
+            trials=trials,
+            memory=self._memory,
+            doubt=self._calibration.doubt,
+        )
 
     def has_open(self, trials: Sequence[JudgedTrial]) -> bool:
         """Whether a listed split is neither measured nor ruled out; none is where nothing fits."""
@@ -74,11 +86,15 @@ class Proposer:
     def warnings(self, trials: Sequence[JudgedTrial]) -> tuple[str, ...]:
         """What the models could not explain, in sentences; empty where they fitted."""
         state = self.state(trials)
-        return (*state.memory.warnings(), *state.time.warnings()) if state.any_ran else ()
+        if not state.any_ran:
+            return ()
+        return (*state.memory.warnings(), *state.time.warnings())
 
     def _learn(self, trials: Sequence[JudgedTrial]) -> None:
         known = len(self._seen)
         if list(trials[:known]) != self._seen:
             self._memory, known = MemoryModel((), self._tables.space.num_devices), 0
+            self._calibration = Calibration()
         self._memory.observe(trials[known:])
+        self._calibration.observe(trials, known, kinds_of(self._tables.space, trials))
         self._seen = list(trials)

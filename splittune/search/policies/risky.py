@@ -1,8 +1,9 @@
-"""Where memory is not affine, a split that only likely fits."""
+"""A split that only likely fits: where memory is not affine, or what is held at rest was not read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -13,13 +14,17 @@ from splittune.search.policies.base import Proposal, SearchState
 
 @dataclass(frozen=True, slots=True)
 class RiskyImprovement:
-    """Where memory is not affine: the best optimistic gain among the splits likely to run.
+    """The best optimistic gain among the splits likely to run: a search does not end beside a large gain.
 
     The gain counts by the cube root of how likely the split keeps its headroom. What the allocator
     holds may be less with a larger shard, so a trial that ran and kept too little headroom rules
     out nothing but its own shards here.
     """
 
+    when: Literal["not affine", "readings missing"] = "not affine"
+    """Where memory is not affine no bound can be trusted. Where trials do not tell what is held at
+    rest, bounds are wide for want of knowledge, and a failed trial brings what no reading does.
+    Elsewhere no risk is taken."""
     min_gain: float = 0.03
     """Optimistic gain, in logarithms of time, that is worth the risk. Set on drawn problems.
     Smaller: more trials that may run out of memory."""
@@ -39,7 +44,9 @@ class RiskyImprovement:
     """No risk is taken from this trial on. A choice: the default number of trials of a search."""
 
     def propose(self, state: SearchState) -> Proposal | None:
-        if state.scores is None or not state.any_fits or state.memory.is_affine:
+        if state.scores is None or not state.any_fits:
+            return None
+        if state.memory.is_affine if self.when == "not affine" else state.memory.knows_rest:
             return None
         if len(state.trials) >= self.max_trials or state.tables.is_tiny:  # that is measured whole
             return None
@@ -60,8 +67,9 @@ class RiskyImprovement:
         if gain[row] < at_least:
             return None
         predicted = f"predicted {state.throughput(scores, row):,.0f} samples/s"
+        why = "memory is not affine here" if self.when == "not affine" else "what is held at rest is not known"
         chances = f"runs with a chance of {runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
-        reason = f"{predicted}; memory is not affine here: {chances}"
+        reason = f"{predicted}; {why}: {chances}"
         return Proposal(split=scores.table.split(row), kind="risky", reason=reason)
 
     def _feasibility(self, state: SearchState, scores: CandidateScores) -> FloatArray:

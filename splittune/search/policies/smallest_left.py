@@ -35,20 +35,22 @@ class SmallestLeft:
             row = self._smallest(accumulating, state)
             reason = "nothing fitted so far: the smallest split left"
             return Proposal(split=accumulating.split(row), kind="smallest left", reason=reason)
-        return self._whole_batch(state) if len(table) else None
+        return self._whole_batch(table, state) if len(table) else None
 
     def _smallest(self, table: SplitTable, state: SearchState) -> int:
         suspects = sorted({device for trial in state.trials for device in trial.likely_oom_devices})
         burden = table.shards[:, suspects].sum(axis=1)
         return int(np.lexsort((-table.steps, burden, table.micro_batch_sizes))[0])
 
-    def _whole_batch(self, state: SearchState) -> Proposal | None:
+    def _whole_batch(self, table: SplitTable, state: SearchState) -> Proposal | None:
         """One step holds one copy of the gradients less, and may fit where no accumulation does.
 
-        If even shards do not fit then, that copy was not what was missing.
+        Evenly first. If that fails, shares of GPU 0 are halved between those that leave too much to
+        the others and those that are too much for GPU 0.
         """
-        single = state.tables.evens.where(state.tables.evens.steps == 1)
-        if not len(single) or any(trial.split.accumulation_steps == 1 for trial in state.trials):
-            return None
+        evens = state.tables.evens.where(state.tables.evens.steps == 1)
         reason = "nothing fits that accumulates: the whole batch at once"
-        return Proposal(split=single.split(0), kind="whole batch", reason=reason)
+        if len(evens) and not any(trial.split.accumulation_steps == 1 for trial in state.trials):
+            return Proposal(split=evens.split(0), kind="whole batch", reason=reason)
+        middle = int(np.argsort(table.shards[:, 0], kind="stable")[len(table) // 2])
+        return Proposal(split=table.split(middle), kind="whole batch", reason=reason)

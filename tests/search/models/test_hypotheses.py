@@ -20,22 +20,22 @@ def line(slope_s: float, floor_s: float = 0.0) -> Curve:
 
 
 def test_the_worked_example() -> None:
-    """3 steps of 10 samples over 2 devices: 3 micro-steps, 30 samples, 6 device micro-steps, 1
-    step, 1 reduce.
+    """3 steps of 10 samples over 2 devices: 3 micro-steps, 30 samples, 3 micro-steps of a
+    further device, 1 step, 1 reduce.
     """
     told = counts(3, 4, 6)
-    assert told.matrix.tolist() == [[3, 30, 6, 1, 1]]
+    assert told.matrix.tolist() == [[3, 30, 3, 1, 1]]
     assert (told.micro_steps.tolist(), told.active_devices.tolist()) == ([3], [2])
 
 
 def test_one_device_gathers_and_reduces_nothing() -> None:
     """Outputs are gathered from several devices; an idle one takes no part."""
-    assert counts(3, 10, 0).matrix.tolist() == [[3, 0, 3, 1, 0]]
+    assert counts(3, 10, 0).matrix.tolist() == [[3, 0, 0, 1, 0]]
 
 
 def test_costs_are_paid_as_often_as_counted() -> None:
-    """3 x 1 + 30 x 0.1 + 6 x 0.01 + 7 + 0.5 seconds; of the update alone 7 + 0.5."""
-    assert COSTS.of(counts(3, 4, 6)) == pytest.approx([13.56])
+    """3 x 1 + 30 x 0.1 + 3 x 0.01 + 7 + 0.5 seconds; of the update alone 7 + 0.5."""
+    assert COSTS.of(counts(3, 4, 6)) == pytest.approx([13.53])
     assert COSTS.of(counts(3, 4, 6).of_update()) == pytest.approx([7.5])
 
 
@@ -50,26 +50,42 @@ def test_a_step_takes_as_long_as_its_slowest_device_or_the_host() -> None:
     quick = Hypothesis(curves=(line(1.0), line(0.5)), costs=COSTS)
     which, slowest_s = quick.slowest(shards)
     assert (which.tolist(), slowest_s.tolist()) == ([0], [4])
-    assert quick.step_s(counts(3, 4, 6), slowest_s) == pytest.approx([3 * 4 + 13.56])
+    assert quick.step_s(counts(3, 4, 6), slowest_s) == pytest.approx([3 * 4 + 13.53])
     waiting = Hypothesis(curves=quick.curves, costs=COSTS, host_s_per_device=3.0)
-    assert waiting.step_s(counts(3, 4, 6), slowest_s) == pytest.approx([3 * 6 + 13.56])
+    assert waiting.step_s(counts(3, 4, 6), slowest_s) == pytest.approx([3 * 6 + 13.53])
 
 
 def test_fewer_devices_are_hoped_to_pay_less_of_what_seems_constant() -> None:
-    """1 s a micro-step may be 0.5 s for each of two devices, and the update's 7 s those of the
-    second one.
-    """
+    """1 s a micro-step may be all the second device's, and of the update's 7 s half."""
     shared = Hypothesis(curves=(line(1.0), line(1.0)), costs=COSTS, most_host_s_per_device=20.0)
     alone, slowest_s = counts(2, 8, 0), np.array([8.0])
-    assert shared.step_s(alone, slowest_s) == pytest.approx([2 * 8 + 2 * 1.01 + 7])
-    assert shared.optimistic_step_s(alone, slowest_s) == pytest.approx([2 * 8 + 2 * 0.51])
+    assert shared.step_s(alone, slowest_s) == pytest.approx([2 * 8 + 2 * 1 + 7])
+    assert shared.optimistic_step_s(alone, slowest_s) == pytest.approx([2 * 8 + 7 / 2])
 
 
 def test_what_no_curve_explains_may_be_the_hosts() -> None:
-    """Where a host that needs 3 s for each of two devices explains all, a single one waits for 3 s
-    alone.
+    """Where a host that needs 3 s for each of three devices explains all, two wait for 6 s; of the
+    update's 1 s two thirds are left.
     """
-    free = Hypothesis(curves=(line(0.1), line(0.1)), most_host_s_per_device=3.0)
+    free = Hypothesis(curves=(line(0.1),) * 3, most_host_s_per_device=3.0)
     waiting = replace(free, costs=StepCosts(per_micro_step_s=20.0, per_step_s=1.0))
-    hoped = waiting.optimistic_step_s(counts(2, 8, 0), np.array([0.8]))
-    assert hoped == pytest.approx([2 * 3 + 0.5])
+    hoped = waiting.optimistic_step_s(counts(2, 8, 8, 0), np.array([0.8]))
+    assert hoped == pytest.approx([2 * 6 + 2 / 3])
+
+
+def test_without_busy_times_fewer_devices_are_hoped_to_pay_their_part_at_least() -> None:
+    """However much of it seems constant, one of two devices takes at least half of what both took."""
+    unknown = Hypothesis(curves=(line(0.0, floor_s=9.0),) * 2, costs=StepCosts(per_micro_step_s=1.0), tells_busy=False)
+    alone = counts(2, 8, 0)
+    assert unknown.optimistic_step_s(alone, np.array([0.0])) == pytest.approx(
+        unknown.step_s(alone, np.array([0.0])) / 2
+    )
+
+
+def test_what_gpu_0_works_on_the_whole_micro_batch_counts_as_its_own() -> None:
+    """0.5 s for each of 10 samples makes GPU 0 the slowest, though it has the smaller share."""
+    plain = Hypothesis(curves=(line(1.0), line(1.0)))
+    assert plain.slowest(np.array([[4.0, 6.0]]))[1].tolist() == [6]
+    gathers = replace(plain, gpu0_per_sample_s=0.5)
+    which, slowest_s = gathers.slowest(np.array([[4.0, 6.0]]))
+    assert (which.tolist(), slowest_s.tolist()) == ([0], [9])

@@ -295,3 +295,24 @@ def test_whole_steps_alone_are_enough() -> None:
         for tried in (even(B, 16, 2), even(B, 8, 2), even(B, 4, 2))
     ]
     assert predicted(TimeModel(ran), even(B, 2, 2)) == pytest.approx(truth(problem, even(B, 2, 2)), rel=0.1)
+
+
+def test_a_card_that_had_nothing_to_do_is_like_no_other() -> None:
+    """A busy time of 0 seconds tells nothing of its speed: the card is taken to be like its kind."""
+    problem = job(3, B=B)
+    ran = trials(problem, [even(B, k, 3) for k in (16, 8, 4)])
+    idle = [
+        JudgedTrial(
+            measurement=replace(one.measurement, device_busy_s=(0.0, *(one.measurement.device_busy_s or ())[1:]))
+        )
+        for one in ran
+    ]
+    assert predicted(TimeModel(idle), even(B, 2, 3)) == pytest.approx(truth(problem, even(B, 2, 3)), rel=0.02)
+
+
+def test_many_kinds_of_cards_that_nothing_tells_apart_are_all_believed() -> None:
+    """Six cards, each of a kind of its own, give more than a hundred hypotheses of about one weight."""
+    problem = job(6, B=B, tells_busy=False)
+    ran = trials(problem, [even(B, 8, 6)])
+    model = TimeModel(ran, kinds=range(6))
+    assert predicted(model, even(B, 8, 6)) == pytest.approx(truth(problem, even(B, 8, 6)), rel=0.01)

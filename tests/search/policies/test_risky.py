@@ -9,7 +9,7 @@ from splittune.profiling.measurement import Outcome
 from splittune.search.policies.risky import RiskyImprovement
 from tests.search.jobs import AFFINE
 from tests.search.policies.story import best_of, of_kind, search, state_after
-from tests.search.problem import MIB, CardTime, Job, card_memory, job
+from tests.search.problem import MIB, CardTime, Job, card_memory, even, job
 
 
 def jump_and_power() -> Job:
@@ -139,3 +139,19 @@ def test_no_risk_is_taken_once_trials_are_many() -> None:
     assert RiskyImprovement().propose(state) == proposals[place]
     assert RiskyImprovement(max_trials=place).propose(state) is None
     assert RiskyImprovement(min_gain=10.0).propose(state) is None
+
+
+def test_where_readings_at_rest_are_missing_risk_brings_what_they_would() -> None:
+    """A sample fills most of a card: without a reading at rest no bound vouches for a second one, and a
+    search that took no risk would end far behind."""
+    problem = job([card_memory(is_first=True, sample=900, total=4000), card_memory(sample=900, total=4000)], B=24)
+    problem.tells_all = False
+    _, trials = search(problem, most=12)
+    assert best_of(problem, trials) == pytest.approx(1)
+    state = state_after(problem, [even(24, 12, 2)])
+    assert not state.memory.knows_rest
+    assert RiskyImprovement(when="readings missing", min_gain=0.01, min_runs_at_first=0.0).propose(state) is not None
+    problem.tells_all = True
+    told = state_after(problem, [even(24, 12, 2)])
+    assert told.memory.knows_rest
+    assert RiskyImprovement(when="readings missing", min_gain=0.01, min_runs_at_first=0.0).propose(told) is None

@@ -38,6 +38,17 @@ def test_a_single_step_is_tried_where_nothing_fits_that_accumulates() -> None:
     assert not any(trial.fits for trial in trials[:whole])
 
 
+def test_of_a_single_step_shares_of_gpu0_are_halved() -> None:
+    """The whole batch fits with 4 of 16 samples on GPU 0 alone: 5 are too many for it, and 3 leave 7 to another."""
+    problem = linear_job(B=16, num_devices=3, total_mib=(450, 650, 650), gradients_mib=900.0, oom="named")
+    proposals, trials = search(problem, most=12)
+    whole = [place for place, one in enumerate(proposals) if one.kind == "whole batch"]
+    assert proposals[whole[0]].split == even(16, 1, 3)
+    assert [place for place, one in enumerate(trials) if one.fits] == [whole[-1]]
+    assert proposals[whole[-1]].split == split(16, 1, 4, 6, 6)
+    assert len(whole) <= 4
+
+
 def test_it_ends_once_a_split_ran_or_fits() -> None:
     """At first it is for as long as nothing ran; at the end of all policies, for as long as nothing fits."""
     problem = job(2, B=16)

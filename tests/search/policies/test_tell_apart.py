@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from splittune.search.policies.tell_apart import TellApart
+from tests.search.policies.story import best_of, of_kind, search, state_after
+from tests.search.problem import CardTime, Job, card_memory, even, job, split
+
+
+def two_kinds(**more: object) -> Job:
+    """Four cards that do not say how long they work; two have half the memory and are three times as fast."""
+    slow, fast = CardTime(launch_s=0.004, sample_s=0.003), CardTime(launch_s=0.004, sample_s=0.001)
+    small = card_memory(sample=20, total=12_000)
+    memories = [card_memory(is_first=True, sample=20, total=24_000), card_memory(sample=20, total=24_000), small, small]
+    return job(memories, B=160, times=[slow, slow, fast, fast], shares="each", tells_busy=False, **more)  # type: ignore[arg-type]
+
+
+def test_each_kind_is_measured_alone_and_then_balanced() -> None:
+    """After the even splits one trial of either kind; then shares that finish together are found."""
+    problem = two_kinds()
+    proposals, trials = search(problem, most=12)
+    alone = of_kind("tell apart", proposals)
+    assert {tuple(share > 0 for share in one.split.shard_sizes) for one in alone} == {
+        (True, True, False, False),
+        (False, False, True, True),
+    }
+    assert best_of(problem, trials) >= 0.98
+
+
+def test_none_is_measured_alone_where_busy_times_tell() -> None:
+    """They say which card is slow."""
+    problem = replace(two_kinds(), tells_busy=True)
+    assert TellApart().propose(state_after(problem, [even(160, 1, 4)])) is None
+
+
+@pytest.mark.parametrize("shares", ["each", "gpu0"])
+def test_a_kind_that_was_alone_is_not_asked_again(shares: str) -> None:
+    """Once GPU 0 alone and the others alone were measured nothing is left to tell apart."""
+    problem = job(3, B=60, shares=shares, tells_busy=False)  # type: ignore[arg-type]
+    tried = [even(60, 2, 3)]
+    while (wanted := TellApart().propose(state_after(problem, tried))) is not None:
+        assert wanted.split not in tried
+        tried.append(wanted.split)
+    assert len(tried) == (3 if shares == "gpu0" else 4)
+
+
+def test_cards_that_must_take_part_are_never_alone() -> None:
+    """Where every card has a share at least, none can be measured by itself."""
+    problem = job(2, B=60, tells_busy=False)
+    state = state_after(problem, [even(60, 2, 2)])
+    assert TellApart().propose(state) is not None
+    space = replace(problem.space(), min_shard_size=1)
+    assert TellApart().propose(replace(state, tables=replace(state.tables, space=space))) is None
+
+
+def test_no_kind_is_given_more_than_an_even_split_had() -> None:
+    """What fitted every card evenly fits it alone."""
+    problem = job(2, B=60, tells_busy=False)
+    wanted = TellApart().propose(state_after(problem, [split(60, 3, 10, 10)]))
+    assert wanted is not None
+    assert max(wanted.split.shard_sizes) <= 10
