@@ -17,7 +17,6 @@ from splittune.split import BatchSplit, SplitSpace
 
 def candidates(
     space: SplitSpace,
-    steps: FloatArray | None,
     curve_sets: Sequence[Sequence[TimeOfShares]],
     memory: MemoryModel,
     limits: FloatArray,
@@ -29,18 +28,12 @@ def candidates(
 
     Args:
         space: the legal splits.
-        steps: accumulation steps to which the micro-batches are restricted; None for all.
         curve_sets: each set has one time curve for each device. There are splits for every set.
         memory: predicts the bytes of a shard.
         limits: (n,) bytes that each device may hold.
         failures: trials that lacked memory. What they rule out is avoided.
     """
-    chosen = [pair for pair in micro_batches(space) if steps is None or pair[0] in steps]
-    if not chosen:  # more steps than any micro-batch needs
-        return SplitTable(
-            global_batch_size=space.global_batch_size, steps=np.zeros(0), shards=np.zeros((0, space.num_devices))
-        )
-    pairs = np.array(chosen, dtype=float)
+    pairs = np.array(list(micro_batches(space)), dtype=float)
     largest = _largest_shards(pairs, memory, limits, failures)
     return concatenate(*(balanced_table(space, pairs, curves, largest) for curves in curve_sets))
 

@@ -15,7 +15,7 @@ from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis, StepCosts
 from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
 
-Weighed = tuple[float, Hypothesis]  # a log prior and its hypothesis
+Weighed = tuple[float, Hypothesis]  # a log posterior, but for a constant, and its hypothesis
 
 # Kernels may work on tiles of so many samples: powers of two, as tiles of matrix products are. A
 # choice; 2 was added while drawn problems were searched. Each size is one more hypothesis.
@@ -64,7 +64,7 @@ UPDATE_WEIGHT = 0.2
 def fit_hypotheses(trials: StepTrials) -> list[Hypothesis]:
     """Bayesian model averaging: the hypotheses, with weights that sum to 1."""
     fit = _Fit(trials)
-    return fit.posterior_weights(fit.from_busy_times() if trials.tells_busy else fit.from_whole_steps())
+    return _with_weights(fit.from_busy_times() if trials.tells_busy else fit.from_whole_steps())
 
 
 @dataclass(slots=True)
@@ -93,13 +93,13 @@ class _Fit:
 
     def _of_busy_times(self, busy_s: FloatArray, gpu0_per_sample_s: float) -> list[Weighed]:
         plain = self._curves_of_busy_devices(busy_s, tile=1)
-        weighed = [(0.0, self._with_costs(plain, gpu0_per_sample_s))]
+        weighed = [self._weighed(self._with_costs(plain, gpu0_per_sample_s))]
         if all(curve.is_well_known(self.trials.noise) for curve in plain):
             return weighed
         for tile in self._tiles():
             curves = self._curves_of_busy_devices(busy_s, tile)
             if any(curve.tile > 1 for curve in curves):
-                weighed.append((-TILE_PENALTY, self._with_costs(curves, gpu0_per_sample_s)))
+                weighed.append(self._weighed(self._with_costs(curves, gpu0_per_sample_s), -TILE_PENALTY))
         return weighed
 
     def _gpu0_per_sample_s(self) -> float:
@@ -140,12 +140,14 @@ class _Fit:
             for kind in kinds:
                 own = self._at_ratios_of(kind, likeliest)
                 weighed += own
-                likeliest = np.array([curve.ratio for curve in self._likeliest(own).curves])
+                likeliest = np.array([curve.ratio for curve in _likeliest(own).curves])
         if not kinds:  # a single device
-            weighed = [(0.0, self._with_costs(self._single_curve(likeliest)))]
+            weighed = [self._weighed(self._with_costs(self._single_curve(likeliest)))]
         for ratios in {tuple(likeliest), (1.0,) * self.trials.num_devices}:
             tiled = [self._single_curve(np.array(ratios), tile) for tile in self._tiles()]
-            weighed += [(-TILE_PENALTY, self._with_costs(curves)) for curves in tiled if curves[0].tile > 1]
+            weighed += [
+                self._weighed(self._with_costs(curves), -TILE_PENALTY) for curves in tiled if curves[0].tile > 1
+            ]
         return weighed
 
     def _at_ratios_of(self, kind: NDArray[np.bool_], others: FloatArray) -> list[Weighed]:
@@ -154,13 +156,13 @@ class _Fit:
         def at(ratio: float) -> Weighed:
             ratios = np.where(kind, ratio, others)
             prior = -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum())
-            return prior, self._with_costs(self._single_curve(ratios))
+            return self._weighed(self._with_costs(self._single_curve(ratios)), prior)
 
         def likeliest() -> float:
-            return self._likeliest(weighed).curves[int(kind.argmax())].ratio
+            return _likeliest(weighed).curves[int(kind.argmax())].ratio
 
         def improbability(log_ratio: float) -> float:
-            return -self._log_posterior(at(float(np.exp(log_ratio))))
+            return -at(float(np.exp(log_ratio)))[0]
 
         weighed = [at(ratio) for ratio in SPEED_RATIOS]
         for finer in FINER_RATIOS:
@@ -172,25 +174,8 @@ class _Fit:
         )
         return [*weighed, at(float(np.exp(found.x)))]
 
-    def posterior_weights(self, weighed: Sequence[Weighed]) -> list[Hypothesis]:
-        """The hypotheses with their posterior weights: log prior + log likelihood, normalised.
-
-        Those below `LEAST_WEIGHT` times the largest are dropped.
-        """
-        scores = [self._log_posterior(pair) for pair in weighed]
-        weights = np.exp(np.array(scores) - max(scores))
-        weights[weights < LEAST_WEIGHT] = 0.0  # the largest is 1 here
-        weights /= weights.sum()
-        pairs = zip(weights, weighed, strict=True)
-        return [replace(hypothesis, weight=float(weight)) for weight, (_, hypothesis) in pairs if weight]
-
-    def _likeliest(self, weighed: Iterable[Weighed]) -> Hypothesis:
-        return max(weighed, key=self._log_posterior)[1]
-
-    def _log_posterior(self, weighed: Weighed) -> float:
-        """But for a constant."""
-        prior, hypothesis = weighed
-        return prior + self._log_likelihood(hypothesis)
+    def _weighed(self, hypothesis: Hypothesis, log_prior: float = 0.0) -> Weighed:
+        return log_prior + self._log_likelihood(hypothesis), hypothesis
 
     def _log_likelihood(self, hypothesis: Hypothesis) -> float:
         """Of the trials' step times and, where known, busy times; but for a constant."""
@@ -314,3 +299,17 @@ class _Fit:
         seconds = np.array([self.trials.runs[i].update_time_s for i in known], dtype=float)
         rows = self.trials.counts.where(known).of_update().matrix
         return UPDATE_WEIGHT * rows / seconds[:, None], np.full(len(known), UPDATE_WEIGHT)
+
+
+def _likeliest(weighed: Iterable[Weighed]) -> Hypothesis:
+    return max(weighed, key=lambda pair: pair[0])[1]
+
+
+def _with_weights(weighed: Sequence[Weighed]) -> list[Hypothesis]:
+    """The hypotheses with their posterior weights, normalised; those below `LEAST_WEIGHT` times the largest dropped."""
+    logs = np.array([log_posterior for log_posterior, _ in weighed])
+    weights = np.exp(logs - logs.max())
+    weights[weights < LEAST_WEIGHT] = 0.0
+    weights /= weights.sum()
+    pairs = zip(weights, weighed, strict=True)
+    return [replace(hypothesis, weight=float(weight)) for weight, (_, hypothesis) in pairs if weight]

@@ -251,9 +251,10 @@ class MemoryModel:
             corners = others[likest].corners[:, SHARE]
             slopes = (corners.min() * (1 - tolerance), corners.max() * (1 + tolerance))
         full = [(row, self._live_bytes_when_full(i)) for i in devices for row in self._readings.oom_rows(i)]
+        held = [(row, float(peak)) for i in devices for row, peak in self._readings.held_before_failure(i)]
         bounds = coefficient_bounds(
             readings,
-            full,
+            [*full, *held],
             slope_range=slopes,
             slope_slack=self.slope_slack,
             largest_budget_bytes=float(self.budget_bytes.max()),

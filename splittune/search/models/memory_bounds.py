@@ -28,7 +28,7 @@ LEAST_COEFFICIENT_SLACK = 1e-6
 
 def coefficient_bounds(
     readings: Sequence[Reading],
-    full: Sequence[tuple[FloatArray, float]],
+    at_least: Sequence[tuple[FloatArray, float]],
     *,
     slope_range: tuple[float, float],
     slope_slack: float,
@@ -38,8 +38,8 @@ def coefficient_bounds(
 
     Args:
         readings: every peak of forward and backward, at least one.
-        full: of each trial in which a device lacked memory its row, and the live bytes that fill
-            it.
+        at_least: of each trial that failed the row of a device, and live bytes that it reached: all
+            that fill it, or what it held when another lacked memory.
         slope_range: least and most of beta, bytes for each sample.
         slope_slack: a peak is a maximum of lines, so the line that rules large sizes may be steeper
             than one through small sizes. It may pass below a reading by this part of the growth
@@ -49,7 +49,7 @@ def coefficient_bounds(
     constraints = ConstraintRows()
     _add_peaks(constraints, readings, slope_slack)
     _add_rest(constraints, readings)
-    for row, live in full:
+    for row, live in at_least:
         constraints.add(row[None], least=live * (1 - REPEATABILITY), slack=REPEATABILITY * live)
     _add_ends(constraints, readings, slope_range, largest_budget_bytes)
     return constraints.bounds()

@@ -118,11 +118,25 @@ class MemoryReadings:
 
     def oom_rows(self, device: int) -> list[FloatArray]:
         """The row of each trial in which the device lacked memory."""
-        return [
-            row_of(device, a.split.shard_sizes[device], a.split.micro_batch_size, a.split.accumulation_steps > 1)
-            for a in self.failures
-            if device in a.oom_devices
+        return [self._row_of_failure(device, trial) for trial in self.failures if device in trial.oom_devices]
+
+    def held_before_failure(self, device: int) -> list[tuple[FloatArray, int]]:
+        """Of each trial in which another device lacked memory, the row and the bytes that this one held until then.
+
+        Its peak was no less. Left out are bytes that phases of fixed size may have held.
+        """
+        flat = min((reading.peak_bytes for reading in self.readings(device)), default=0)
+        held = [
+            (self._row_of_failure(device, trial), trial.measurement.memory[device].peak_allocated_bytes)
+            for trial in self.failures
+            if trial.measurement.memory and device not in trial.oom_devices
         ]
+        return [(row, peak) for row, peak in held if row[SHARE] and peak > (1 + PEAK_TOLERANCE) * flat]
+
+    @staticmethod
+    def _row_of_failure(device: int, trial: JudgedTrial) -> FloatArray:
+        split = trial.split
+        return row_of(device, split.shard_sizes[device], split.micro_batch_size, split.accumulation_steps > 1)
 
     def same_memory_groups(self) -> list[tuple[int, ...]]:
         """Replicas in groups whose peaks agreed at every equal share; largest share first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,27 +124,6 @@ class TimeModel:
         least = WORTH_BELIEVING * likeliest[0].weight
         return [hypothesis.curves for hypothesis in likeliest if hypothesis.weight >= least]
 
-    def surprising_curves(self, growth: float, gain: float) -> list[Callable[[FloatArray], FloatArray]]:
-        """Each device's curve if a faster kernel starts beyond the measured shares.
-
-        It starts at a share larger by `growth` than any measured, and saves the part `gain`: with
-        0.1 and 0.2, after 10 samples, shares from 11 samples on take 80 % of what the curve says.
-        """
-
-        def surprising(curve: Curve) -> Callable[[FloatArray], FloatArray]:
-            start = (1 + growth) * curve.shares.max() / curve.ratio
-            return lambda shares: np.where(shares >= start, 1 - gain, 1.0) * curve(shares)
-
-        return [surprising(curve) for curve in self.curves]
-
-    def hopeful_curves(self, deviations: float) -> list[Callable[[FloatArray], FloatArray]]:
-        """Each device's curve if it is faster by so many deviations where it was not measured."""
-
-        def hopeful(curve: Curve) -> Callable[[FloatArray], FloatArray]:
-            return lambda shares: curve(shares) * np.exp(-deviations * curve.doubt(shares))
-
-        return [hopeful(curve) for curve in self.curves]
-
     def predict(self, steps: FloatArray, shards: FloatArray) -> StepTimes:
         """The posterior of N splits: `steps` (N,), `shards` (N, n)."""
         near = self._signal_std**2 * _rbf_kernel(_features(shards, self._groups), self._points)
@@ -159,18 +138,6 @@ class TimeModel:
         # device's: the mean lies half way to that, so that such splits get a trial.
         better = (mean - optimistic) / 2
         return StepTimes(log_s=log_s - better, deviation=self._doubt * np.sqrt(variance) + np.abs(better))
-
-    def distance(self, shards: FloatArray) -> FloatArray:
-        """(N,) how far each split is from those measured, as a difference of logarithms of shares.
-
-        With busy times that of the slowest device, from the shares measured of its kind. Without,
-        that of the device which is furthest.
-        """
-        if self._trials.tells_busy:
-            likeliest = max(self._hypotheses, key=lambda hypothesis: hypothesis.weight)
-            return likeliest.of_slowest(shards, likeliest.slowest(shards)[0], Curve.distance)
-        apart = _features(shards, self._groups)[:, None, 1:] - self._points[None, :, 1:]
-        return np.asarray(np.abs(apart).max(axis=2).min(axis=1))
 
     def _evaluate(self, steps: FloatArray, shards: FloatArray) -> _Evaluation:
         """What each hypothesis says of N splits."""

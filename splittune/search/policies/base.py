@@ -11,7 +11,6 @@ import numpy as np
 
 from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.candidates.acquisition import CandidateScores, expected_improvement, joint_feasibility
-from splittune.search.candidates.balance import TimeOfShares
 from splittune.search.candidates.generate import candidates, failures_on_alike
 from splittune.search.candidates.table import (
     SplitTable,
@@ -46,11 +45,9 @@ ProposalKind = Literal[
     "whole batch",
     "measure all",
     "baseline",
-    "probe feasibility",
     "improve",
     "tell apart",
     "risky",
-    "explore far",
     "verify",
 ]
 
@@ -94,21 +91,6 @@ class SpaceTables:
         return cls(space=space, evens=even_table(space), listed=listed_table(space), is_complete=can_be_listed(space))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Optimism:
-    """How much faster than predicted devices are assumed to be, to make further candidates."""
-
-    kernel_gain: float = 0.1
-    """The part of the time that another kernel saves. Set on drawn problems, whose kernels save 3
-    to 15 %. Larger: more trials go to sizes far from those measured."""
-    kernel_starts: tuple[float, ...] = (0.05, 0.1, 0.2)
-    """How far above the largest measured shard that kernel starts, relative to it. A choice: just
-    beyond what was measured. More starts cost time to balance and are rarely the best candidate."""
-    deviations: float = 2
-    """Shards are also balanced with every device faster by this many standard deviations. A choice,
-    the usual 95 %. Larger: candidates further from the measured shards."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchState:
     """Everything a policy may look at: splits, the trials so far, and what the models make of them.
@@ -126,7 +108,6 @@ class SearchState:
     """It has seen `trials`."""
     doubt: float = 1.0
     """How many times its own deviations the time model was off of late, see `Calibration`."""
-    optimism: Optimism = Optimism()
 
     @property
     def space(self) -> SplitSpace:
@@ -161,45 +142,18 @@ class SearchState:
         """What the models say of the candidates; None where nothing ran or no candidate is left."""
         return self.score_candidates(self.trials) if self.any_ran else None
 
-    @cached_property
-    def optimistic_scores(self) -> CandidateScores | None:
-        """Scores of the candidates that could be the best if devices are faster than predicted.
-
-        Listed splits are all there in any case. Where they are too many, others are balanced under
-        the curves of `optimism`, for the steps that ran and those predicted near the best.
-        """
-        if self.tables.is_complete or self.scores is None:
-            return self.scores
-        near = self.scores.times.log_s < self.scores.best_log_s + 2 * self.optimism.kernel_gain
-        ran = [trial.split.accumulation_steps for trial in self.trials if trial.fits]
-        steps = np.union1d(self.scores.table.steps[near], ran)
-        time, optimism = self.time, self.optimism
-        curve_sets = [time.surprising_curves(start, optimism.kernel_gain) for start in optimism.kernel_starts]
-        curve_sets.append(time.hopeful_curves(optimism.deviations))
-        return self.score_candidates(self.trials, steps=steps, curve_sets=curve_sets) or self.scores
-
-    def score_candidates(
-        self,
-        failures: Sequence[JudgedTrial],
-        *,
-        steps: FloatArray | None = None,
-        curve_sets: Sequence[Sequence[TimeOfShares]] = (),
-    ) -> CandidateScores | None:
+    def score_candidates(self, failures: Sequence[JudgedTrial]) -> CandidateScores | None:
         """What the models say of the splits not measured yet; None where none is left.
 
-        Where splits are too many to list, candidates are the even ones and those balanced under
-        each of `curve_sets` (those of the time model where none is given), of `steps` alone where
-        given. What `failures` rule out, on the devices that failed and on others of their kind, is
-        left out.
+        Where splits are too many to list, candidates are the even ones and those balanced under the
+        curves of the time model. What `failures` rule out, on the devices that failed and on others
+        of their kind, is left out.
         """
         failures = [*failures, *failures_on_alike(failures, self.memory, self.limits)]
         table = self.tables.listed
         if not self.tables.is_complete:
-            evens = self.tables.evens
-            evens = evens if steps is None else evens.where(np.isin(evens.steps, steps))
-            curve_sets = curve_sets or self.time.likely_curves
-            balanced = candidates(self.space, steps, curve_sets, self.memory, self.limits, failures)
-            table = concatenate(evens, balanced)
+            balanced = candidates(self.space, self.time.likely_curves, self.memory, self.limits, failures)
+            table = concatenate(self.tables.evens, balanced)
         measured = table.is_any_of([trial.split for trial in self.trials])
         table = table.where(open_rows(table, failures) & ~measured)
         return self._scores_of(table) if len(table) else None

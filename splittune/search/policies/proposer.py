@@ -12,10 +12,8 @@ from splittune.search.models.calibration import Calibration
 from splittune.search.models.memory import MemoryModel
 from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables, kinds_of
 from splittune.search.policies.baseline import FindBaseline
-from splittune.search.policies.explore_far import ExploreFar
 from splittune.search.policies.improve import ExpectedImprovement
 from splittune.search.policies.measure_all import MeasureAll
-from splittune.search.policies.probe_feasibility import ProbeFeasibility
 from splittune.search.policies.risky import RiskyImprovement
 from splittune.search.policies.smallest_left import SmallestLeft
 from splittune.search.policies.start_small import StartSmall
@@ -29,10 +27,8 @@ POLICIES: tuple[Policy, ...] = (
     MeasureAll(),
     FindBaseline(min_fewer_steps=0.2),  # in large strides at first
     TellApart(),
-    ProbeFeasibility(),
     ExpectedImprovement(min_gain=0.003),  # worth a trial at once
     RiskyImprovement(),
-    ExploreFar(),
     VerifyUncertain(),
     ExpectedImprovement(min_gain=0.001),  # worth one when nothing else is
     FindBaseline(min_fewer_steps=0.05),  # then exactly
@@ -41,7 +37,7 @@ POLICIES: tuple[Policy, ...] = (
 )
 
 
-def propose(state: SearchState, policies: Sequence[Policy] = POLICIES) -> Proposal | None:
+def propose(state: SearchState, policies: Sequence[Policy]) -> Proposal | None:
     """What the first policy that wants a trial proposes; None where none does."""
     return next((proposal for policy in policies if (proposal := policy.propose(state)) is not None), None)
 
@@ -55,9 +51,13 @@ class Proposer:
     Args:
         space: the legal splits.
         min_headroom_bytes: what every device must keep free, one number for each.
+        policies: what is asked, first to last.
     """
 
-    def __init__(self, space: SplitSpace, min_headroom_bytes: Sequence[int]) -> None:
+    def __init__(
+        self, space: SplitSpace, min_headroom_bytes: Sequence[int], policies: Sequence[Policy] = POLICIES
+    ) -> None:
+        self._policies = policies
         self._tables = SpaceTables.of(space)
         self._demands = np.array(min_headroom_bytes, dtype=float)
         self._memory = MemoryModel((), space.num_devices)
@@ -66,7 +66,7 @@ class Proposer:
 
     def propose(self, trials: Sequence[JudgedTrial]) -> Proposal | None:
         """The next split; None when no other is worth measuring."""
-        return propose(self.state(trials))
+        return propose(self.state(trials), self._policies)
 
     def state(self, trials: Sequence[JudgedTrial]) -> SearchState:
         """What the policies see after these trials."""

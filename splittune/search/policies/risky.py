@@ -55,7 +55,7 @@ class RiskyImprovement:
             return None
         runs = scores.needed.feasibility_below(state.memory.budget_bytes)
         fits = self._feasibility(state, scores)
-        gain = optimistic_gain(scores, state.trials, self.deviations) * np.cbrt(fits)
+        gain = optimistic_gain(scores, self.deviations) * np.cbrt(fits)
         at_least = max(self.min_gain, self.times_safe_gain * state.scores.value[state.scores.best_row])
         # the first trial is made before anything is known: that it failed says nothing of the
         # models

@@ -17,7 +17,7 @@ class VerifyUncertain:
     max_trials: int = 12
     """Nothing is verified from this trial on. A choice: the default number of trials of a
     search."""
-    deviations: float = 4
+    deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. Set on drawn problems,
     where deviations are often too small. Larger: more trials before the search ends."""
     min_gain: float = 0.005
@@ -27,10 +27,10 @@ class VerifyUncertain:
     def propose(self, state: SearchState) -> Proposal | None:
         if not state.any_fits or len(state.trials) >= self.max_trials:
             return None
-        scores = state.optimistic_scores
+        scores = state.scores
         if scores is None:
             return None
-        gain = optimistic_gain(scores, state.trials, self.deviations)
+        gain = optimistic_gain(scores, self.deviations)
         gain = np.where(scores.surely_feasible, gain, -np.inf)
         row = int(gain.argmax())
         if gain[row] < self.min_gain:

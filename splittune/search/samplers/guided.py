@@ -9,8 +9,8 @@ from optuna.trial import TrialState
 
 from splittune.search.headroom import headroom_demands
 from splittune.search.judged_trials import JudgedTrial, best_trial
-from splittune.search.policies.base import Proposal
-from splittune.search.policies.proposer import Proposer
+from splittune.search.policies.base import Policy, Proposal
+from splittune.search.policies.proposer import POLICIES, Proposer
 from splittune.search.samplers.base import SplitSampler
 from splittune.search.storage.records import demand, read_judged_trial, read_judged_trials
 
@@ -37,12 +37,19 @@ class GuidedSampler(SplitSampler):
     Args:
         space: the legal splits.
         min_headroom_bytes: what every device must keep free, one number or one for each.
+        policies: what proposes, first to last; others than these are of use to judge them.
     """
 
-    def __init__(self, space: SplitSpace, *, min_headroom_bytes: int | Sequence[int] = 0) -> None:
+    def __init__(
+        self,
+        space: SplitSpace,
+        *,
+        min_headroom_bytes: int | Sequence[int] = 0,
+        policies: Sequence[Policy] = POLICIES,
+    ) -> None:
         super().__init__(space)
         self.demands = headroom_demands(min_headroom_bytes, space.num_devices)
-        self._proposer = Proposer(space, self.demands)
+        self._proposer = Proposer(space, self.demands, policies)
         self._latest: tuple[list[JudgedTrial], Proposal | None] | None = None
 
     def why_stop(self, trials: Sequence[JudgedTrial]) -> Stopped | None:
