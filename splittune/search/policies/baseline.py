@@ -24,14 +24,20 @@ class FindBaseline:
     """The part of the steps that another trial must save. A choice. Larger: the baseline is found
     in fewer trials and may have more steps than it needs."""
 
+    min_fits: float = 0.5
+    """Where trials do not tell what is held at rest, bounds are wide for want of knowledge: then splits
+    this likely to keep their headroom will do. A choice: more likely than not."""
+
     def propose(self, state: SearchState) -> Proposal | None:
         if not state.any_ran:
             return None
         evens = state.tables.evens
         safe = evens.where(open_rows(evens, state.trials))
         if len(safe):
-            most = state.memory.needed(safe.steps, safe.shards).most
-            fits = (most <= state.limits).all(axis=1)
+            needed = state.memory.needed(safe.steps, safe.shards)
+            fits = (needed.most <= state.limits).all(axis=1)
+            if not state.memory.knows_rest:
+                fits |= needed.feasibility_below(state.limits) >= self.min_fits
             safe = safe.where(np.asarray(fits & state.is_grown_slowly(safe)))
         if not len(safe):
             return None
