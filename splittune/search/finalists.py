@@ -23,7 +23,7 @@ NUM_FINALISTS = 3
 TOO_CLOSE = 2.0
 # Of those headroom decides only among the ones that lack at most this part of the speed, however
 # much noise there is. A choice: the regret that a search aims at.
-HEADROOM_PRICE = 0.01
+HEADROOM_PRICE = 0.003
 # A split at which the allocator had to free memory and try again is one fragment away from failing.
 # Another wins if it lacks at most this part of the speed. A choice.
 EDGE_PRICE = 0.05

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from splittune.search.judged_trials import JudgedTrial
@@ -22,17 +20,15 @@ class Calibration:
     def __init__(self) -> None:
         self._scaled_errors: list[float] = []
 
-    def observe(self, trials: Sequence[JudgedTrial], known: int, kinds: Sequence[int] | None) -> None:
-        """Take in `trials` from `known` on, each predicted from those before it; `kinds` as in `TimeModel`."""
-        for place in range(known, len(trials)):
-            trial, before = trials[place], trials[:place]
-            step_s = trial.measurement.step_time_s
-            if step_s is None or not any(earlier.ran for earlier in before):
-                continue
-            steps, shards = np.array([float(trial.split.accumulation_steps)]), np.array([trial.split.shard_sizes])
-            told = TimeModel(before, kinds=kinds).predict(steps, shards.astype(float))
-            off = float(np.log(step_s) - told.log_s[0])
-            self._scaled_errors.append(off / max(float(told.deviation[0]), LEAST_DEVIATION))
+    def observe(self, trial: JudgedTrial, model: TimeModel) -> None:
+        """Take in a trial that `model`, of the trials before it, had foretold."""
+        step_s = trial.measurement.step_time_s
+        if step_s is None:
+            return
+        steps, shards = np.array([float(trial.split.accumulation_steps)]), np.array([trial.split.shard_sizes])
+        told = model.predict(steps, shards.astype(float))
+        off = float(np.log(step_s) - told.log_s[0])
+        self._scaled_errors.append(off / max(float(told.deviation[0]), LEAST_DEVIATION))
 
     @property
     def doubt(self) -> float:

@@ -64,15 +64,11 @@ class TimeModel:
 
     Args:
         trials: what was measured; those that ran count, and one must have.
-        doubt: predicted deviations are multiplied by it, see `Calibration`.
         kinds: a number for each device, the same for those taken to be alike where busy times are
             unknown; None for those of as much memory.
     """
 
-    def __init__(
-        self, trials: Sequence[JudgedTrial], *, doubt: float = 1.0, kinds: Sequence[int] | None = None
-    ) -> None:
-        self._doubt = doubt
+    def __init__(self, trials: Sequence[JudgedTrial], kinds: Sequence[int] | None = None) -> None:
         self._trials = StepTrials.of(trials, kinds)
         self._hypotheses = fit_hypotheses(self._trials)
         self._weights = np.array([hypothesis.weight for hypothesis in self._hypotheses])
@@ -137,7 +133,7 @@ class TimeModel:
         # With as many devices as no trial had, what the model holds for constant may be each
         # device's: the mean lies half way to that, so that such splits get a trial.
         better = (mean - optimistic) / 2
-        return StepTimes(log_s=log_s - better, deviation=self._doubt * np.sqrt(variance) + np.abs(better))
+        return StepTimes(log_s=log_s - better, deviation=np.sqrt(variance) + np.abs(better))
 
     def _evaluate(self, steps: FloatArray, shards: FloatArray) -> _Evaluation:
         """What each hypothesis says of N splits."""

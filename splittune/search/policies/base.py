@@ -135,7 +135,7 @@ class SearchState:
     @cached_property
     def time(self) -> TimeModel:
         """For a state in which a trial ran."""
-        return TimeModel(self.trials, doubt=self.doubt, kinds=self.kinds)
+        return TimeModel(self.trials, self.kinds)
 
     @cached_property
     def scores(self) -> CandidateScores | None:

@@ -10,7 +10,7 @@ from splittune.search.candidates.table import open_rows
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.calibration import Calibration
 from splittune.search.models.memory import MemoryModel
-from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables, kinds_of
+from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables
 from splittune.search.policies.baseline import FindBaseline
 from splittune.search.policies.improve import ExpectedImprovement
 from splittune.search.policies.measure_all import MeasureAll
@@ -60,9 +60,7 @@ class Proposer:
         self._policies = policies
         self._tables = SpaceTables.of(space)
         self._demands = np.array(min_headroom_bytes, dtype=float)
-        self._memory = MemoryModel((), space.num_devices)
-        self._seen: list[JudgedTrial] = []
-        self._calibration = Calibration()
+        self._begin()
 
     def propose(self, trials: Sequence[JudgedTrial]) -> Proposal | None:
         """The next split; None when no other is worth measuring."""
@@ -70,14 +68,16 @@ class Proposer:
 
     def state(self, trials: Sequence[JudgedTrial]) -> SearchState:
         """What the policies see after these trials."""
-        self._learn(trials)
-        return SearchState(
-            tables=self._tables,
-            demands=self._demands,
-            trials=trials,
-            memory=self._memory,
-            doubt=self._calibration.doubt,
-        )
+        known = self._latest.trials
+        if list(trials[: len(known)]) != known:
+            self._begin()
+            known = self._latest.trials
+        for trial in trials[len(known) :]:
+            if self._latest.any_ran:
+                self._calibration.observe(trial, self._latest.time)
+            self._memory.observe([trial])
+            self._latest = self._state_after([*self._latest.trials, trial])
+        return self._latest
 
     def has_open(self, trials: Sequence[JudgedTrial]) -> bool:
         """Whether a listed split is neither measured nor ruled out; none is where nothing fits."""
@@ -90,11 +90,16 @@ class Proposer:
             return ()
         return (*state.memory.warnings(), *state.time.warnings())
 
-    def _learn(self, trials: Sequence[JudgedTrial]) -> None:
-        known = len(self._seen)
-        if list(trials[:known]) != self._seen:
-            self._memory, known = MemoryModel((), self._tables.space.num_devices), 0
-            self._calibration = Calibration()
-        self._memory.observe(trials[known:])
-        self._calibration.observe(trials, known, kinds_of(self._tables.space, trials))
-        self._seen = list(trials)
+    def _begin(self) -> None:
+        self._memory = MemoryModel((), self._tables.space.num_devices)
+        self._calibration = Calibration()
+        self._latest = self._state_after([])
+
+    def _state_after(self, trials: list[JudgedTrial]) -> SearchState:
+        return SearchState(
+            tables=self._tables,
+            demands=self._demands,
+            trials=trials,
+            memory=self._memory,
+            doubt=self._calibration.doubt,
+        )

@@ -30,7 +30,7 @@ class VerifyUncertain:
         scores = state.scores
         if scores is None:
             return None
-        gain = optimistic_gain(scores, self.deviations)
+        gain = optimistic_gain(scores, self.deviations * state.doubt)
         gain = np.where(scores.surely_feasible, gain, -np.inf)
         row = int(gain.argmax())
         if gain[row] < self.min_gain:
