@@ -47,6 +47,7 @@ ProposalKind = Literal[
     "baseline",
     "improve",
     "tell apart",
+    "leave even",
     "risky",
     "verify",
 ]

@@ -13,6 +13,7 @@ from splittune.search.models.memory import MemoryModel
 from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables
 from splittune.search.policies.baseline import FindBaseline
 from splittune.search.policies.improve import ExpectedImprovement
+from splittune.search.policies.leave_even import LeaveEven
 from splittune.search.policies.measure_all import MeasureAll
 from splittune.search.policies.risky import RiskyImprovement
 from splittune.search.policies.smallest_left import SmallestLeft
@@ -28,6 +29,7 @@ POLICIES: tuple[Policy, ...] = (
     FindBaseline(min_fewer_steps=0.2),  # in large strides at first
     TellApart(),
     ExpectedImprovement(min_gain=0.003),  # worth a trial at once
+    LeaveEven(),
     RiskyImprovement(),
     VerifyUncertain(),
     ExpectedImprovement(min_gain=0.001),  # worth one when nothing else is
@@ -60,7 +62,7 @@ class Proposer:
         self._policies = policies
         self._tables = SpaceTables.of(space)
         self._demands = np.array(min_headroom_bytes, dtype=float)
-        self._begin()
+        self._memory, self._calibration, self._latest = self._beginning()
 
     def propose(self, trials: Sequence[JudgedTrial]) -> Proposal | None:
         """The next split; None when no other is worth measuring."""
@@ -70,13 +72,19 @@ class Proposer:
         """What the policies see after these trials."""
         known = self._latest.trials
         if list(trials[: len(known)]) != known:
-            self._begin()
+            self._memory, self._calibration, self._latest = self._beginning()
             known = self._latest.trials
         for trial in trials[len(known) :]:
             if self._latest.any_ran:
                 self._calibration.observe(trial, self._latest.time)
             self._memory.observe([trial])
-            self._latest = self._state_after([*self._latest.trials, trial])
+            self._latest = SearchState(
+                tables=self._tables,
+                demands=self._demands,
+                trials=[*self._latest.trials, trial],
+                memory=self._memory,
+                doubt=self._calibration.doubt,
+            )
         return self._latest
 
     def has_open(self, trials: Sequence[JudgedTrial]) -> bool:
@@ -90,16 +98,7 @@ class Proposer:
             return ()
         return (*state.memory.warnings(), *state.time.warnings())
 
-    def _begin(self) -> None:
-        self._memory = MemoryModel((), self._tables.space.num_devices)
-        self._calibration = Calibration()
-        self._latest = self._state_after([])
-
-    def _state_after(self, trials: list[JudgedTrial]) -> SearchState:
-        return SearchState(
-            tables=self._tables,
-            demands=self._demands,
-            trials=trials,
-            memory=self._memory,
-            doubt=self._calibration.doubt,
-        )
+    def _beginning(self) -> tuple[MemoryModel, Calibration, SearchState]:
+        memory, calibration = MemoryModel((), self._tables.space.num_devices), Calibration()
+        state = SearchState(tables=self._tables, demands=self._demands, trials=[], memory=memory)
+        return memory, calibration, state

@@ -43,7 +43,7 @@ class TellApart:
 
     @staticmethod
     def _alone(space: SplitSpace, devices: list[int], share: int) -> BatchSplit | None:
-        """`devices` with up to `share` samples each, the others with the least; None where no micro-batch is so small."""
+        """`devices` with up to `share` samples each, the others with the least; None without such a micro-batch."""
         shards = np.full(space.num_devices, space.min_shard_size)
         shards[devices] = 0
         rest = int(shards.sum())
