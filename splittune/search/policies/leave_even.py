@@ -39,5 +39,5 @@ class LeaveEven:
         if any(trial.split == split or trial.rules_out(split) for trial in state.trials):
             return None
         return Proposal(
-            split=split, kind="leave even", reason="all were even: GPU 0 with less, to see what that changes"
+            split=split, kind="leave even", reason="all were even: GPU 0 with less"
         )
