@@ -31,10 +31,12 @@ class LeaveEven:
             return None
         shards = list(best.split.shard_sizes)
         shards[0] -= max(1, int(self.moved * shards[0]))
+        if shards[0] < state.space.min_shard_size:
+            return None
         shards[1:] = even_shards(best.split.micro_batch_size - shards[0], len(shards) - 1)
         split = replace(best.split, shard_sizes=tuple(shards))
         needed = state.memory.needed(np.array([float(split.accumulation_steps)]), np.array([shards], dtype=float))
-        if min(shards) < state.space.min_shard_size or (needed.most > state.limits).any():
+        if (needed.most > state.limits).any():
             return None
         if any(trial.split == split or trial.rules_out(split) for trial in state.trials):
             return None

@@ -35,6 +35,7 @@ POLICIES: tuple[Policy, ...] = (
     ExpectedImprovement(min_gain=0.001),  # worth one when nothing else is
     FindBaseline(min_fewer_steps=0.05),  # then exactly
     RiskyImprovement(when="readings missing", min_gain=0.01, min_runs_at_first=0.3, min_runs_after_oom=0.5),
+    RiskyImprovement(when="nothing is safe", min_gain=0.1),
     SmallestLeft(until="one fits"),
 )
 

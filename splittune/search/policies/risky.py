@@ -21,7 +21,7 @@ class RiskyImprovement:
     out nothing but its own shards here.
     """
 
-    when: Literal["not affine", "readings missing"] = "not affine"
+    when: Literal["not affine", "readings missing", "nothing is safe"] = "not affine"
     """Where memory is not affine no bound can be trusted. Where trials do not tell what is held at
     rest, bounds are wide for want of knowledge, and a failed trial brings what no reading does.
     Elsewhere no risk is taken."""
@@ -46,7 +46,7 @@ class RiskyImprovement:
     def propose(self, state: SearchState) -> Proposal | None:
         if state.scores is None or not state.any_fits:
             return None
-        if state.memory.is_affine if self.when == "not affine" else state.memory.knows_rest:
+        if not self._is_time(state, state.scores):
             return None
         if len(state.trials) >= self.max_trials or state.tables.is_tiny:  # that is measured whole
             return None
@@ -71,6 +71,13 @@ class RiskyImprovement:
         chances = f"runs with a chance of {runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
         reason = f"{predicted}; {why}: {chances}"
         return Proposal(split=scores.table.split(row), kind="risky", reason=reason)
+
+    def _is_time(self, state: SearchState, scores: CandidateScores) -> bool:
+        if self.when == "not affine":
+            return not state.memory.is_affine
+        if self.when == "readings missing":
+            return not state.memory.knows_rest
+        return not scores.surely_feasible.any()
 
     def _feasibility(self, state: SearchState, scores: CandidateScores) -> FloatArray:
         """(N,) how likely each keeps its headroom; 0 with a shard that kept too little before."""
