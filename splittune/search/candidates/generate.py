@@ -38,6 +38,27 @@ def candidates(
     return concatenate(*(balanced_table(space, pairs, curves, largest) for curves in curve_sets))
 
 
+def neighbours(split: BatchSplit, min_shard_size: int) -> SplitTable:
+    """The splits that move one sample, or a quarter of a share, from one device to another.
+
+    Example: (8, 4) has the neighbours (7, 5), (6, 6), (9, 3).
+    """
+    rows = set()
+    for giver, share in enumerate(split.shard_sizes):
+        for moved in {1, share // 4} - {0}:
+            for taker in range(split.num_devices):
+                shards = list(split.shard_sizes)
+                shards[giver] -= moved
+                shards[taker] += moved
+                if giver != taker and shards[giver] >= min_shard_size:
+                    rows.add(tuple(shards))
+    return SplitTable(
+        global_batch_size=split.global_batch_size,
+        steps=np.full(len(rows), float(split.accumulation_steps)),
+        shards=np.array(sorted(rows), dtype=float).reshape(-1, split.num_devices),
+    )
+
+
 def _largest_shards(
     pairs: FloatArray, memory: MemoryModel, limits: FloatArray, failures: Sequence[JudgedTrial]
 ) -> FloatArray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.candidates.acquisition import CandidateScores, expected_improvement, joint_feasibility
-from splittune.search.candidates.generate import candidates, failures_on_alike
+from splittune.search.candidates.generate import candidates, failures_on_alike, neighbours
 from splittune.search.candidates.table import (
     SplitTable,
     can_be_listed,
@@ -20,7 +20,7 @@ from splittune.search.candidates.table import (
     listed_table,
     open_rows,
 )
-from splittune.search.judged_trials import JudgedTrial
+from splittune.search.judged_trials import JudgedTrial, best_trial
 from splittune.search.models.memory import MemoryModel
 from splittune.search.models.step_time import TimeModel
 from splittune.search.models.step_trials import totals_of
@@ -146,15 +146,17 @@ class SearchState:
     def score_candidates(self, failures: Sequence[JudgedTrial]) -> CandidateScores | None:
         """What the models say of the splits not measured yet; None where none is left.
 
-        Where splits are too many to list, candidates are the even ones and those balanced under the
-        curves of the time model. What `failures` rule out, on the devices that failed and on others
+        Where splits are too many to list, candidates are the even ones, those balanced under the
+        curves of the time model, and the neighbours of the best so far. What `failures` rule out, on the devices that failed and on others
         of their kind, is left out.
         """
         failures = [*failures, *failures_on_alike(failures, self.memory, self.limits)]
         table = self.tables.listed
         if not self.tables.is_complete:
             balanced = candidates(self.space, self.time.likely_curves, self.memory, self.limits, failures)
-            table = concatenate(self.tables.evens, balanced)
+            best = best_trial(self.trials)
+            near = [neighbours(best.split, self.space.min_shard_size)] if best else []
+            table = concatenate(self.tables.evens, balanced, *near)
         measured = table.is_any_of([trial.split for trial in self.trials])
         table = table.where(open_rows(table, failures) & ~measured)
         return self._scores_of(table) if len(table) else None

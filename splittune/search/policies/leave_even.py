@@ -40,6 +40,4 @@ class LeaveEven:
             return None
         if any(trial.split == split or trial.rules_out(split) for trial in state.trials):
             return None
-        return Proposal(
-            split=split, kind="leave even", reason="all were even: GPU 0 with less"
-        )
+        return Proposal(split=split, kind="leave even", reason="all were even: GPU 0 with less")

@@ -1,28 +1,36 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.calibration import Calibration
-from tests.search.policies.story import search
+from splittune.search.models.step_time import TimeModel
 from tests.search.problem import CardTime, Job, even, job, trial
 
 
-def trials_of(problem: Job, *steps: int) -> list:  # type: ignore[type-arg]
+def trials_of(problem: Job, *steps: int) -> list[JudgedTrial]:
     count = problem.num_devices
     return [trial(problem, even(problem.B, k, count), problem.min_headroom_bytes) for k in steps]
 
 
+def after(trials: Sequence[JudgedTrial]) -> Calibration:
+    """Each trial but the first was foretold from those before it."""
+    calibration = Calibration()
+    for place in range(1, len(trials)):
+        calibration.observe(trials[place], TimeModel(trials[:place]))
+    return calibration
+
+
 def test_nothing_is_doubted_before_anything_was_predicted() -> None:
     """The first trial that ran is no prediction's proof, and none is in doubt."""
-    calibration = Calibration()
-    assert calibration.doubt == 1
-    calibration.observe(trials_of(job(2, B=64), 32), 0, None)
-    assert calibration.doubt == 1
+    assert Calibration().doubt == 1
+    assert after(trials_of(job(2, B=64), 32)).doubt == 1
 
 
 def test_predictions_that_come_true_leave_no_doubt() -> None:
     """On straight lines every further trial is as foretold once two were measured."""
-    calibration = Calibration()
-    calibration.observe(trials_of(job(2, B=64), 32, 8, 4, 2, 1, 3, 5), 0, None)
-    assert calibration.doubt == 1
+    assert after(trials_of(job(2, B=64), 32, 8, 4, 2, 1, 3, 5)).doubt == 1
 
 
 def test_a_surprise_is_remembered_and_forgotten() -> None:
@@ -30,21 +38,20 @@ def test_a_surprise_is_remembered_and_forgotten() -> None:
     later predictions come true."""
     times = [CardTime(launch_s=0.003, sample_s=0.001, switch_at=20, switch_factor=1.5)] * 2
     trials = trials_of(job(2, B=96, times=times), 48, 24, 12, 6, 4, 2, 3, 1, 8, 5)
-    calibration = Calibration()
-    calibration.observe(trials[:5], 0, None)
-    before = calibration.doubt
-    calibration.observe(trials[:6], 5, None)
-    surprised = calibration.doubt
-    calibration.observe(trials, 6, None)
+    before, surprised, later = (after(trials[:count]).doubt for count in (5, 6, 10))
     assert before < 2 < surprised
-    assert calibration.doubt < surprised
+    assert later < surprised
 
 
-def test_it_depends_on_the_trials_alone() -> None:
-    """One after the other, or all at once as after a resumption: the doubt is the same."""
-    _, trials = search(job(3, B=128, noise=0.02), most=8)
-    at_once, step_by_step = Calibration(), Calibration()
-    at_once.observe(trials, 0, None)
-    for known in range(len(trials)):
-        step_by_step.observe(trials[: known + 1], known, None)
-    assert at_once.doubt == step_by_step.doubt
+def test_a_trial_that_did_not_run_says_nothing_of_times() -> None:
+    """There is no time to compare."""
+    few = job(2, B=64)
+    known, failed = trials_of(few, 32, 16), trials_of(job(2, B=64), 8)[0]
+    calibration = after(known)
+    before = calibration.doubt
+    calibration.observe(JudgedTrial(measurement=_failed(failed)), TimeModel(known))
+    assert calibration.doubt == before
+
+
+def _failed(one: JudgedTrial) -> Measurement:
+    return Measurement(split=one.split, outcome=Outcome.OUT_OF_MEMORY)

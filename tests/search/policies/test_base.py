@@ -102,7 +102,6 @@ def test_nothing_is_scored_before_a_trial_ran() -> None:
     state = state_after(job(2, B=16))
     assert not state.any_ran
     assert state.scores is None
-    assert state.optimistic_scores is None
     assert np.isinf(state.limits).all()
 
 
