@@ -147,8 +147,8 @@ class SearchState:
         """What the models say of the splits not measured yet; None where none is left.
 
         Where splits are too many to list, candidates are the even ones, those balanced under the
-        curves of the time model, and the neighbours of the best so far. What `failures` rule out, on the devices that failed and on others
-        of their kind, is left out.
+        curves of the time model, and the neighbours of the best so far. What `failures` rule out, on
+        the devices that failed and on others of their kind, is left out.
         """
         failures = [*failures, *failures_on_alike(failures, self.memory, self.limits)]
         table = self.tables.listed

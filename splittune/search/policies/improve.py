@@ -18,7 +18,7 @@ class ExpectedImprovement:
     While nothing fits there is nothing to compare with, and any such split is.
     """
 
-    min_gain: float
+    min_gain: float = 0.003
     """Relative improvement that is worth a trial. A choice. Smaller: more trials before the search
     ends."""
     min_gain_in_noise: float = 0.15

@@ -28,11 +28,10 @@ POLICIES: tuple[Policy, ...] = (
     MeasureAll(),
     FindBaseline(min_fewer_steps=0.2),  # in large strides at first
     TellApart(),
-    ExpectedImprovement(min_gain=0.003),  # worth a trial at once
+    ExpectedImprovement(),
     LeaveEven(),
     RiskyImprovement(),
     VerifyUncertain(),
-    ExpectedImprovement(min_gain=0.001),  # worth one when nothing else is
     FindBaseline(min_fewer_steps=0.05),  # then exactly
     RiskyImprovement(when="readings missing", min_gain=0.01, min_runs_at_first=0.3, min_runs_after_oom=0.5),
     RiskyImprovement(when="nothing is safe", min_gain=0.1),
