@@ -22,8 +22,11 @@ NUM_FINALISTS = 3
 # usual 95 %. Larger: more splits are measured twice, and headroom decides more often.
 TOO_CLOSE = 2.0
 # Of those headroom decides only among the ones that lack at most this part of the speed, however
-# much noise there is. A choice: the regret that a search aims at.
+# much noise there is. A choice: a third of the regret that a search aims at.
 HEADROOM_PRICE = 0.003
+# A split that gains no more than this over an even baseline is not worth uneven shares. A choice:
+# nobody sees a thousandth, and everybody understands even shares.
+EVEN_PRICE = 0.001
 # A split at which the allocator had to free memory and try again is one fragment away from failing.
 # Another wins if it lacks at most this part of the speed. A choice.
 EDGE_PRICE = 0.05
@@ -55,6 +58,7 @@ def confirm_finalists(
 
     The fastest wins. Of those within the noise of it, at most `HEADROOM_PRICE` behind it and no
     slower than the baseline, the one with most headroom wins, then the one that was faster before.
+    Over the baseline it must gain more than `EVEN_PRICE`, else that wins.
     A split at which the allocator had to retry gives way to one that is close.
     """
     fitting = sorted((trial.measurement for trial in trials if trial.fits), key=rank)
@@ -87,6 +91,8 @@ def confirm_finalists(
     # within the noise, too, nothing is chosen that looks slower than what it is compared with
     least = 0.0 if baseline is None or baseline.is_on_the_edge else baseline.throughput or 0.0
     best = max((m for m in close if (m.throughput or 0.0) >= least), key=_least_headroom, default=None)
+    if best is not None and least >= (1 - EVEN_PRICE) * (best.throughput or 0.0):
+        best = baseline
     return Confirmed(best=best, baseline=baseline)
 
 

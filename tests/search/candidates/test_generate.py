@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from splittune.profiling.measurement import Outcome
-from splittune.search.candidates.generate import candidates, failures_on_alike
+from splittune.search.candidates.generate import failures_on_alike, neighbours
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
 from splittune.split import BatchSplit, SplitSpace
@@ -27,16 +29,23 @@ def limits() -> tuple[float, ...]:
     return (1e12, *[900.0 * MIB] * 3)
 
 
-def test_only_the_micro_batches_of_the_steps_asked_for() -> None:
-    """64 samples in 33 steps have micro-batches of 2, which 32 steps have, too: there is nothing of
-    33, and 22 x 3 of 22."""
-    model, _ = learned(even(B, 16, 4))
-    space = SplitSpace(global_batch_size=B, num_devices=4, shares="each")
-    curves = [[lambda shares: 0.01 * shares] * 4]
-    none, some = (candidates(space, np.array(k), curves, model, np.array(limits()), []) for k in ([33.0], [22.0, 33.0]))
-    assert len(none) == 0
-    assert set(some.steps) == {22.0}
-    assert set(some.micro_batch_sizes) == {3.0}
+def test_neighbours_move_one_sample_or_a_quarter() -> None:
+    """(8, 4) has three: (7, 5), (6, 6) and (9, 3); a device that must have a share keeps it."""
+    found = neighbours(split(12, 1, 8, 4), 0)
+    assert found.splits() == [split(12, 1, 6, 6), split(12, 1, 7, 5), split(12, 1, 9, 3)]
+    assert neighbours(split(3, 1, 2, 1), 1).splits() == [split(3, 1, 1, 2)]
+    assert len(neighbours(split(1, 1, 1), 0)) == 0
+
+
+@given(shards=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any), least=st.integers(0, 1))
+def test_neighbours_keep_the_batch_and_the_least_share(shards: list[int], least: int) -> None:
+    """For any split: as many samples in as many steps, none below the least that had it, and never itself."""
+    shards = [share + least for share in shards]
+    one = split(3 * sum(shards), 3, *shards)
+    for other in neighbours(one, least).splits():
+        assert other != one
+        assert (other.accumulation_steps, other.micro_batch_size) == (3, sum(shards))
+        assert min(other.shard_sizes) >= least
 
 
 def test_a_replica_that_lacked_memory_stands_for_its_kind() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from splittune.search.policies.base import Proposal
 from splittune.search.policies.tell_apart import TellApart
 from tests.search.policies.story import best_of, of_kind, search, state_after
 from tests.search.problem import CardTime, Job, card_memory, even, job, split
@@ -46,13 +47,19 @@ def test_a_kind_that_was_alone_is_not_asked_again(shares: str) -> None:
     assert len(tried) == (3 if shares == "gpu0" else 4)
 
 
-def test_cards_that_must_take_part_are_never_alone() -> None:
-    """Where every card has a share at least, none can be measured by itself."""
+def test_cards_that_must_take_part_get_the_least() -> None:
+    """Where every card has a share at least, the others get that; with shares too small to tell, nothing is asked."""
     problem = job(2, B=60, tells_busy=False)
-    state = state_after(problem, [even(60, 2, 2)])
-    assert TellApart().propose(state) is not None
-    space = replace(problem.space(), min_shard_size=1)
-    assert TellApart().propose(replace(state, tables=replace(state.tables, space=space))) is None
+    least = replace(problem.space(), min_shard_size=1)
+
+    def wanted(steps: int) -> Proposal | None:
+        state = state_after(problem, [even(60, steps, 2)])
+        return TellApart().propose(replace(state, tables=replace(state.tables, space=least)))
+
+    alone = wanted(3)
+    assert alone is not None
+    assert alone.split == split(60, 6, 9, 1)
+    assert wanted(20) is None
 
 
 def test_no_kind_is_given_more_than_an_even_split_had() -> None:
