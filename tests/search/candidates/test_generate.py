@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from splittune.profiling.measurement import Outcome
 from splittune.search.candidates.generate import failures_on_alike, neighbours
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
-from splittune.split import BatchSplit, SplitSpace
+from splittune.split import BatchSplit
 from tests.search.problem import MIB, card_memory, even, job, split, trial
 
 B = 64
