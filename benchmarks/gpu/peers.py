@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.stage import Findings, Measured, Stage, demand_of, mib, tuned, useful_splits
 from benchmarks.jobs.gpu_models import tuned_job
-from benchmarks.regret.peers import PEERS, PeerResult
+from benchmarks.peers.finders import PEERS, PeerResult
 from splittune.hardware import Hardware
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.split import BatchSplit

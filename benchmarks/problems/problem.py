@@ -153,8 +153,12 @@ class Problem:
         m, k = shards.sum(axis=1), (steps > 1).astype(float)
         return np.stack([card.reserved(shards[:, i], m, k) for i, card in enumerate(self.memories)], axis=1)
 
-    def fits(self, steps: Floats, shards: Floats) -> NDArray[np.bool_]:
-        """Which keep the headroom demanded."""
+    def fits(self, split: BatchSplit) -> bool:
+        """Whether every card keeps its headroom."""
+        return bool(self.which_fit(*_rows([split]))[0])
+
+    def which_fit(self, steps: Floats, shards: Floats) -> NDArray[np.bool_]:
+        """(N,) which keep the headroom demanded."""
         room = np.array([m.total - m.outside for m in self.memories]) - np.array(self.min_headroom_bytes)
         return np.asarray((self.reserved(steps, shards) <= room).all(axis=1))
 
@@ -172,7 +176,7 @@ class Problem:
         """Of the exhaustive optimum; None where nothing fits."""
         if self.shares == "gpu0":
             steps, shards = _rows(list(_undominated(self.space())))
-            fits = self.fits(steps, shards)
+            fits = self.which_fit(steps, shards)
             return float(self.B / self.step_times_s(steps, shards)[fits].min()) if fits.any() else None
         # the bound of a micro-batch and a number of cards is quick, the exact time is not: only
         # where the bound is promising
@@ -188,7 +192,7 @@ class Problem:
         """The exhaustive optimum of a space that varies GPU 0's share."""
         splits = list(_undominated(self.space()))
         steps, shards = _rows(splits)
-        times = np.where(self.fits(steps, shards), self.step_times_s(steps, shards), np.inf)
+        times = np.where(self.which_fit(steps, shards), self.step_times_s(steps, shards), np.inf)
         return splits[int(times.argmin())]
 
     def _bounds_of_each(self, k: int, m: int) -> Iterator[tuple[float, int, int, int]]:

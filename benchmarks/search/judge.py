@@ -3,10 +3,14 @@
     python -m benchmarks.search [--problems 500] [--peers 100] [--first-seed 100000] [--only physics] [--out DIR]
 
 Every generator gives problems whose best split is known exactly (`problem`). The search sees each
-twice: with all readings, and with none of the optional ones. Regret is what the chosen split's true
-samples/s lack to the best one's, 1 where nothing was found. OOMs count from the first trial that
-ran: before one did, they are how a search learns where to go. Tables are printed, and written to
-`search_judged.csv`, the problems to `search_judged_problems.csv`.
+twice: with all readings, and with none of the optional ones; Optuna's samplers and imitations of
+other tools see the first `--peers`. Regret is what the chosen split's true samples/s lack to the
+best one's, 1 where nothing was found. OOMs count from the first trial that ran: before one did,
+they are how a search learns where to go. Tables are printed, and written to `search_judged.csv`
+with a picture, the problems to `search_judged_problems.csv`.
+
+"lines" are the problems that the search grew up with, in the forms of its own models; the others
+were written apart from it.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import optuna
 import pandas as pd
 
+from benchmarks.problems.draw import draw as lines
 from benchmarks.search import layered, physics, recorded
 from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError
@@ -33,6 +40,7 @@ GENERATORS: dict[str, Callable[[int], Problem]] = {
     "physics": physics.draw,
     "layered": layered.draw,
     "recorded": recorded.draw,
+    "lines": lines,
 }
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -47,9 +55,9 @@ def without_readings(problem: Problem) -> BatchSplit | None:
     return _searched(problem, without_optional_readings)
 
 
-def at_random(problem: Problem) -> BatchSplit | None:
-    """As many trials, drawn at random."""
-    return _searched(problem, lambda measurement: measurement, sampler="random")
+def by_sampler(sampler: str) -> Callable[[Problem], BatchSplit | None]:
+    """As many trials, chosen by one of Optuna's samplers."""
+    return lambda problem: _searched(problem, lambda measurement: measurement, sampler=sampler)
 
 
 def doubled_then_halved(problem: Problem) -> BatchSplit | None:
@@ -75,7 +83,7 @@ SEARCHES: dict[str, Callable[[Problem], BatchSplit | None]] = {
     "guided, no optional reading": without_readings,
 }
 PEERS: dict[str, Callable[[Problem], BatchSplit | None]] = {
-    "random": at_random,
+    **{sampler: by_sampler(sampler) for sampler in ("tpe", "gp", "random")},
     "doubling (as Lightning)": doubled_then_halved,
     "x 0.9 (as Accelerate)": backing_off,
     "even, halved by hand": halved_by_hand,
@@ -187,6 +195,29 @@ def summarised(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(told).set_index(["generator", "search"])
 
 
+def plot(problems: pd.DataFrame, path: Path) -> None:
+    """For each generator and search the share of problems with at most a given regret."""
+    import matplotlib.pyplot as plt
+
+    generators = list(problems.generator.unique())
+    figure, panels = plt.subplots(1, len(generators), figsize=(3.6 * len(generators), 3.6), sharey=True, squeeze=False)
+    for axes, generator in zip(panels[0], generators, strict=True):
+        for search, own in problems[problems.generator == generator].groupby("search", sort=False):
+            regrets = np.append(np.sort(np.maximum(own.regret.to_numpy(), 1e-4)), 1.0)
+            shares = np.minimum(np.arange(1, len(regrets) + 1) / len(own), 1)
+            width = 2.5 if str(search).startswith("guided") else 1.0
+            axes.step(regrets, shares, where="post", label=search, linewidth=width)
+        axes.axvline(0.01, color="0.7", linewidth=0.8)
+        axes.set(
+            xscale="log", xlim=(1e-4, 1), ylim=(0, 1.02), xlabel="samples/s lost to the best split", title=generator
+        )
+    panels[0][0].set_ylabel("share of problems")
+    panels[0][-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__.partition("\n")[0])
@@ -208,5 +239,8 @@ def main(arguments: list[str] | None = None) -> None:
     with pd.option_context("display.width", 200, "display.max_columns", None):
         print(table.round(4).to_string())
     chosen.out.mkdir(parents=True, exist_ok=True)
-    table.round(6).to_csv(chosen.out / "search_judged.csv")
-    problems.round(6).to_csv(chosen.out / "search_judged_problems.csv", index=False)
+    table.assign(first_seed=chosen.first_seed, optuna=optuna.__version__).round(6).to_csv(
+        chosen.out / "search_judged.csv"
+    )
+    problems.drop(columns="own_ms_per_trial").round(6).to_csv(chosen.out / "search_judged_problems.csv", index=False)
+    plot(problems, chosen.out / "search_judged.png")

@@ -25,7 +25,7 @@ from benchmarks.gpu import worker as gpu_worker
 from benchmarks.gpu.readings import Trace, Window, blocks_held, sampled, traced
 from benchmarks.gpu.stage import Findings, Stage, useful_splits
 from benchmarks.jobs.zoo import ZOO
-from benchmarks.regret.peers import accelerate_executable
+from benchmarks.peers.finders import accelerate_executable
 from splittune.hardware import resolve_hardware
 from splittune.profiling import watch
 from splittune.runners.foretell import foretell

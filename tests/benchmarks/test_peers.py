@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from benchmarks.regret.peers import (
+from benchmarks.peers.finders import (
     PEERS,
     PeerResult,
     accelerate_executable,

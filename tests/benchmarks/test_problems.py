@@ -16,7 +16,7 @@ def best_of_all(problem: Problem) -> float | None:
     splits = list(problem.space())
     steps = np.array([split.accumulation_steps for split in splits], dtype=float)
     shards = np.array([split.shard_sizes for split in splits], dtype=float)
-    fits = problem.fits(steps, shards)
+    fits = problem.which_fit(steps, shards)
     return float(problem.B / problem.step_times_s(steps, shards)[fits].min()) if fits.any() else None
 
 

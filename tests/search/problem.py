@@ -37,11 +37,8 @@ class Job(KnownProblem):
     def min_headroom_bytes(self) -> tuple[int, ...]:
         return tuple(int(self.headroom_fraction * (card.total - card.outside)) for card in self.memories)
 
-    def keeps_headroom(self, tried: BatchSplit) -> bool:
-        return bool(self.fits(*rows([tried])).all())
-
     def baseline(self) -> BatchSplit | None:
-        return next((one for one in self.space().even_splits() if self.keeps_headroom(one)), None)
+        return next((one for one in self.space().even_splits() if self.fits(one)), None)
 
     def measure(self, split: BatchSplit) -> Measurement:
         measurement = super().measure(split)

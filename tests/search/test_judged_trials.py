@@ -94,7 +94,7 @@ def test_nothing_that_fits_is_ever_ruled_out(data: st.DataObject) -> None:
         oom=data.draw(st.sampled_from(["readings", "named", "silent"])),
     )
     trials = [JudgedTrial.of(problem.measure(split), (0,) * num_devices) for split in problem.space()]
-    fitting = [split for split in problem.space() if problem.keeps_headroom(split)]
+    fitting = [split for split in problem.space() if problem.fits(split)]
     if fitting:
         assert not any(trial.rules_out_each(*rows(fitting)).any() for trial in trials)
 

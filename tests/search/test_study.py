@@ -68,12 +68,12 @@ def test_the_baseline_is_the_even_split_with_the_fewest_steps_that_fits(problem:
     fewest = problem.baseline()
     if sampler == "guided":
         tried = [one for one in problem.space().even_splits() if one in problem.measured]
-        fewest = next((one for one in tried if problem.keeps_headroom(one)), None)
+        fewest = next((one for one in tried if problem.fits(one)), None)
     assert (None if result.baseline is None else result.baseline.split) == fewest
     if result.baseline is not None:
         assert result.speedup is not None
         assert result.speedup >= 1
-    assert problem.keeps_headroom(result.best.split)
+    assert problem.fits(result.best.split)
     assert result.best in [trial.measurement for trial in result.trials if trial.kind == "confirm"]
 
 

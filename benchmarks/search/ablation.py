@@ -1,0 +1,197 @@
+"""What each rule and each number of the search is worth: every one left out, or changed, in turn.
+
+    python -m benchmarks.search.ablation [--problems 100] [--first-seed 200000] [--only NAME] [--out DIR]
+
+A policy is left out. A number, of a policy or of a module of the search, is taken as nothing, halved
+and doubled; a true or false is turned round. Every variant sees the same problems as the search
+itself, so differences are paired: a row has the mean difference of regret and of trials, each with
+its standard error, and of OOMs after the first trial that ran. `search_ablation.csv` has all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager as Context
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from math import sqrt
+from numbers import Real
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pandas as pd
+
+from benchmarks.search.judge import GENERATORS, MAX_TRIALS, RESULTS, judged, seeds
+from benchmarks.search.problem import Problem, without_optional_readings
+from splittune import SplittuneError, search
+from splittune.search import find_best_split
+from splittune.search.policies.base import Policy
+from splittune.search.policies.proposer import POLICIES
+from splittune.search.samplers.guided import GuidedSampler
+from splittune.split import BatchSplit
+
+FIRST_SEED = 200_000
+FACTORS: dict[str, float] = {"nothing": 0.0, "halved": 0.5, "doubled": 2.0}
+# What no search can do without: a table of which column is which, the names of things, an index.
+NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """The search with one thing changed."""
+
+    name: str
+    """What was changed: ``"VerifyUncertain.min_gain"``, ``"memory.SLOPE_SLACK"``."""
+    change: str
+    policies: Sequence[Policy] = POLICIES
+    patched: Callable[[], Context[Any]] = nullcontext
+
+
+def variants() -> Iterator[Variant]:
+    """The search itself first, then everything that can be changed, one at a time."""
+    yield Variant(name="the search", change="none")
+    for place, policy in enumerate(POLICIES):
+        name = _name_of(policy)
+        yield Variant(name=name, change="left out", policies=(*POLICIES[:place], *POLICIES[place + 1 :]))
+        for field in fields(policy):  # type: ignore[arg-type]
+            for change, value in _changed(getattr(policy, field.name)):
+                other = replace(policy, **{field.name: value})  # type: ignore[type-var]
+                policies = (*POLICIES[:place], other, *POLICIES[place + 1 :])
+                yield Variant(name=f"{name}.{field.name}", change=change, policies=policies)
+    for module in _modules():
+        for constant, told in vars(module).items():
+            if constant.isupper() and constant not in NO_CHOICE and isinstance(told, Real):
+                for change, value in _changed(told):
+                    name = f"{module.__name__.rpartition('.')[2]}.{constant}"
+                    yield Variant(name=name, change=change, patched=_patched(constant, told, value))
+
+
+def _name_of(policy: Policy) -> str:
+    """Policies of one class are told apart by what they are for: ``"SmallestLeft(until='one ran')"``."""
+    alike = [other for other in POLICIES if type(other) is type(policy)]
+    if len(alike) == 1:
+        return type(policy).__name__
+    apart = [
+        f"{field.name}={getattr(policy, field.name)!r}"
+        for field in fields(policy)  # type: ignore[arg-type]
+        if len({getattr(other, field.name) for other in alike}) > 1
+    ]
+    return f"{type(policy).__name__}({', '.join(apart[:1])})"
+
+
+def _changed(told: object) -> Iterator[tuple[str, Any]]:
+    """How a value may be changed; whole numbers stay whole, and what would change nothing is left out."""
+    if isinstance(told, bool):
+        yield "turned round", not told
+    elif isinstance(told, Real):
+        for change, factor in FACTORS.items():
+            value = type(told)(factor * float(told))  # type: ignore[call-arg]
+            if value != told:
+                yield change, value
+
+
+def _modules() -> list[Any]:
+    """The modules of the search that hold its policies, models and candidates, and the last word."""
+    rooms = ("policies", "models", "candidates", "finalists")
+    found = pkgutil.walk_packages(search.__path__, f"{search.__name__}.")
+    names = [info.name for info in found if info.name.split(".")[2] in rooms and not info.ispkg]
+    return [importlib.import_module(name) for name in names]
+
+
+def _patched(constant: str, told: object, value: object) -> Callable[[], Context[Any]]:
+    """Sets a constant in its module and in all that imported it."""
+
+    @contextmanager
+    def everywhere() -> Iterator[None]:
+        holders = [module for module in _modules() if vars(module).get(constant) is told or constant in vars(module)]
+        patches = [patch.object(module, constant, value) for module in holders]
+        for one in patches:
+            one.start()
+        try:
+            yield
+        finally:
+            for one in patches:
+                one.stop()
+
+    return everywhere
+
+
+def searched(variant: Variant, *, tells_all: bool) -> Callable[[Problem], BatchSplit | None]:
+    """The variant as a search that `judged` can run."""
+
+    def found(problem: Problem) -> BatchSplit | None:
+        space, demands = problem.space(), problem.min_headroom_bytes
+        try:
+            with variant.patched():
+                return find_best_split(
+                    space,
+                    problem.measure if tells_all else lambda split: without_optional_readings(problem.measure(split)),
+                    confirm=problem.confirm
+                    if tells_all
+                    else lambda split: without_optional_readings(problem.confirm(split)),
+                    max_trials=MAX_TRIALS,
+                    min_headroom_bytes=demands,
+                    sampler=GuidedSampler(space, min_headroom_bytes=demands, policies=variant.policies),
+                    seed=problem.seed,
+                ).best.split
+        except SplittuneError:
+            return None
+
+    return found
+
+
+def compared(rows: pd.DataFrame, search_itself: pd.DataFrame) -> dict[str, float]:
+    """Paired differences of a variant to the search itself: rows of the same problems in the same order."""
+    regret = rows.regret.to_numpy() - search_itself.regret.to_numpy()
+    trials = (rows.num_trials - search_itself.num_trials).to_numpy()
+    ooms = (rows.num_later_oom - search_itself.num_later_oom).to_numpy()
+    return {
+        "problems": len(rows),
+        "within 1 %": float((rows.regret <= 0.01).mean()),
+        "worst": float(rows.regret.max()),
+        "regret more": float(regret.mean()),
+        "give or take": float(regret.std(ddof=1) / sqrt(len(rows))),
+        "trials more": float(trials.mean()),
+        "trials give or take": float(trials.std(ddof=1) / sqrt(len(rows))),
+        "later OOMs more": float(ooms.mean()),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.search.ablation", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--problems", type=int, default=100, help="of each generator, each with all readings and none")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--generators", nargs="+", choices=list(GENERATORS), default=list(GENERATORS))
+    parser.add_argument("--only", default="", help="variants whose names begin so")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    chosen = parser.parse_args(arguments)
+    drawn = [(name, seed) for name in chosen.generators for seed in seeds(name, chosen.problems, chosen.first_seed)]
+    wanted = [one for one in variants() if one.change == "none" or one.name.startswith(chosen.only)]
+    table: list[dict[str, Any]] = []
+    itself = pd.DataFrame()
+    for variant in wanted:
+        rows = pd.DataFrame(
+            [
+                judged(generator, seed, variant.name, searched(variant, tells_all=tells_all))
+                for tells_all in (True, False)
+                for generator, seed in drawn
+            ]
+        )
+        itself = rows if variant.change == "none" else itself
+        table.append({"what": variant.name, "change": variant.change, **compared(rows, itself)})
+        print(pd.DataFrame(table[-1:]).round(4).to_string(index=False, header=len(table) == 1), flush=True)
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(table).assign(first_seed=chosen.first_seed).round(6).to_csv(
+            chosen.out / "search_ablation.csv", index=False
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from benchmarks.search import ablation, judge
+from benchmarks.search.ablation import Variant, compared, searched, variants
+from benchmarks.search.judge import GENERATORS, judged, seeds, summarised
+from splittune.search.models import memory
+from splittune.search.policies.proposer import POLICIES
+
+
+def test_a_judgement_writes_its_table_its_problems_and_its_picture(tmp_path: Path) -> None:
+    """One problem of a generator by every way of searching: a row each, with regrets between 0 and 1."""
+    judge.main(["--problems", "1", "--peers", "1", "--first-seed", "3", "--only", "layered", "--out", str(tmp_path)])
+    rows = pd.read_csv(tmp_path / "search_judged_problems.csv")
+    assert set(rows.search) == set(judge.SEARCHES) | set(judge.PEERS)
+    assert rows.regret.between(0, 1).all()
+    assert rows.num_duplicates[rows.search.str.startswith("guided")].eq(0).all()
+    table = pd.read_csv(tmp_path / "search_judged.csv")
+    assert set(table.search) == set(rows.search)
+    assert table.first_seed.eq(3).all()
+    assert (tmp_path / "search_judged.png").stat().st_size > 1000
+
+
+def test_what_finds_nothing_has_lost_all() -> None:
+    """A search that gives up has a regret of 1, and one that finds the best of 0."""
+    (seed,) = seeds("lines", 1, 0)
+    assert judged("lines", seed, "nothing", lambda problem: None)["regret"] == 1
+    found = judged("lines", seed, "guided", judge.SEARCHES["guided"])
+    assert found["regret"] < 0.01
+    told = summarised(pd.DataFrame([found, found | {"regret": 0.5}]))
+    assert told.loc[("lines", "guided"), "within 1 %"] == 0.5
+    assert told.loc[("lines", "guided"), "worst"] == 0.5
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_every_generator_names_problems_in_which_something_fits(generator: str) -> None:
+    """Two of each, from any first seed on."""
+    for seed in seeds(generator, 2, 11):
+        assert GENERATORS[generator](seed).best_throughput
+
+
+def test_every_policy_and_every_number_is_a_variant() -> None:
+    """Each policy is left out once, and each number of the models is changed under its own name."""
+    found = list(variants())
+    assert [one.change for one in found].count("none") == 1
+    left_out = [one.policies for one in found if one.change == "left out"]
+    assert [set(POLICIES) - set(own) for own in left_out] == [{policy} for policy in POLICIES]
+    assert {one.change for one in found if one.name == "memory.SLOPE_SLACK"} == {"nothing", "halved", "doubled"}
+    names = [(one.name, one.change) for one in found]
+    assert len(set(names)) == len(names)
+
+
+def test_a_number_is_changed_for_a_search_alone() -> None:
+    """Inside it holds, wherever it was imported; afterwards all is as before."""
+    before = memory.SLOPE_SLACK
+    (doubled,) = [one for one in variants() if (one.name, one.change) == ("memory.SLOPE_SLACK", "doubled")]
+    with doubled.patched():
+        assert 2 * before == memory.SLOPE_SLACK
+    assert before == memory.SLOPE_SLACK
+
+
+def test_the_search_is_no_better_than_itself() -> None:
+    """Compared with itself there is no difference; a search that may not improve is behind."""
+    drawn = list(seeds("lines", 3, 0))
+
+    def rows(variant: Variant) -> pd.DataFrame:
+        return pd.DataFrame([judged("lines", seed, "", searched(variant, tells_all=True)) for seed in drawn])
+
+    itself = rows(next(variants()))
+    assert compared(itself, itself)["regret more"] == compared(itself, itself)["trials more"] == 0
+    blind = rows(Variant(name="start alone", change="", policies=POLICIES[:2]))
+    assert compared(blind, itself)["regret more"] > 0.1
+
+
+def test_an_ablation_is_written_row_by_row(tmp_path: Path) -> None:
+    """The search itself first, then what was asked for."""
+    ablation.main(
+        ["--problems", "1", "--generators", "lines", "--only", "LeaveEven", "--first-seed", "3", "--out", str(tmp_path)]
+    )
+    table = pd.read_csv(tmp_path / "search_ablation.csv")
+    assert table.what[0] == "the search"
+    assert set(table.what[1:]) == {"LeaveEven", "LeaveEven.moved"}
+    assert table.problems.eq(2).all()
