@@ -49,18 +49,18 @@ def test_every_policy_and_every_number_is_a_variant() -> None:
     assert [one.change for one in found].count("none") == 1
     left_out = [one.policies for one in found if one.change == "left out"]
     assert [set(POLICIES) - set(own) for own in left_out] == [{policy} for policy in POLICIES]
-    assert {one.change for one in found if one.name == "memory.SLOPE_SLACK"} == {"nothing", "halved", "doubled"}
+    assert {one.change for one in found if one.name == "memory.WIDENING"} == {"nothing", "halved", "doubled"}
     names = [(one.name, one.change) for one in found]
     assert len(set(names)) == len(names)
 
 
 def test_a_number_is_changed_for_a_search_alone() -> None:
     """Inside it holds, wherever it was imported; afterwards all is as before."""
-    before = memory.SLOPE_SLACK
-    (doubled,) = [one for one in variants() if (one.name, one.change) == ("memory.SLOPE_SLACK", "doubled")]
+    before = memory.WIDENING
+    (doubled,) = [one for one in variants() if (one.name, one.change) == ("memory.WIDENING", "doubled")]
     with doubled.patched():
-        assert 2 * before == memory.SLOPE_SLACK
-    assert before == memory.SLOPE_SLACK
+        assert 2 * before == memory.WIDENING
+    assert before == memory.WIDENING
 
 
 def test_the_search_is_no_better_than_itself() -> None:

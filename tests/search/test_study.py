@@ -106,15 +106,6 @@ def test_stops_at_max_trials_and_numbers_in_order() -> None:
     assert [trial.kind for trial in result.trials] == ["search"] * 7 + ["confirm"] * (len(result.trials) - 7)
 
 
-def test_stops_when_the_space_is_exhausted() -> None:
-    """When every split that can be the best is measured or ruled out, the search ends before its budget."""
-    problem = linear_job(B=4, num_devices=2)
-    result = find_best_split(problem.space(), problem.measure, max_trials=100)
-    assert result.stopped == "space exhausted"
-    useful = {split for split in problem.space() if split.accumulation_steps != 3}  # as large as those of 2 steps
-    assert set(searched(result.trials)) == useful
-
-
 @pytest.mark.parametrize("sampler", SAMPLER_NAMES)
 def test_a_space_of_one_split_is_searched(sampler: str) -> None:
     """A single legal split is measured, confirmed, and wins."""

@@ -14,12 +14,6 @@ from splittune.search.models.memory_bounds import coefficient_bounds
 from splittune.search.models.memory_readings import MICRO_BATCH, REPEATABILITY, SHARE, MemoryReadings, rows_of
 from splittune.search.models.polytope import Polytope, agreeing_with
 
-# By how much a line that rules large sizes may be steeper than one through small sizes
-# (`coefficient_bounds`): the value at first. A choice. Larger, and larger splits stay in doubt for
-# longer.
-SLOPE_SLACK = 0.10
-# Predictions that come true halve it, down to this. A choice.
-SETTLED_SLOPE_SLACK = 0.03
 # Slopes of two devices agree to this part: a sample makes the same tensors on each, but kernels
 # take other workspaces. A choice. Larger, and what one device taught bounds others less.
 SLOPE_TOLERANCE = 0.1
@@ -35,10 +29,6 @@ LEAST_WIDENING = 0.02
 # Predictions that come true lower the margin, at once to no less than this. A choice: below it
 # memory is as good as affine (`MemoryModel.is_affine`).
 SETTLED_MARGIN = 0.03
-# The margin counts in full at this part beyond the largest peak that the device has held. A choice.
-FULL_MARGIN_BEYOND = 0.25
-# And with this part of it up to that peak. A choice.
-LEAST_MARGIN_PART = 0.25
 # A trial tells something of the model if it was held likely to exceed the largest peak by this
 # part. A choice. Larger, and the margin settles later.
 REACH = 0.1
@@ -103,9 +93,8 @@ class MemoryModel:
     def __init__(self, trials: Sequence[JudgedTrial], num_devices: int) -> None:
         self._n = num_devices
         self._readings = MemoryReadings(num_devices)
-        self.slope_slack = SLOPE_SLACK
         self.margin = 0.0
-        """The part by which `Interval.most` is raised where it goes beyond what was measured."""
+        """The part by which `Interval.most` is raised where no trial has shown that less is enough."""
         self._margin_from_unseen_devices = 0.0
         """The part of `margin` from devices never measured before, whose bounds were borrowed."""
         self.errors: list[float] = []
@@ -202,8 +191,7 @@ class MemoryModel:
         live = np.maximum(polytope.highest(rows) + more, floor_most)
         # then what the allocator reserves
         held = live + overhead.most(live)
-        beyond = held / max(1, readings.largest_held(device)) - 1
-        raised = held * (1 + margin * np.clip(beyond / FULL_MARGIN_BEYOND, LEAST_MARGIN_PART, 1.0))
+        raised = held * (1 + margin)
         proven = (1 + REPEATABILITY) * readings.proven(device, shares, micro_batches, accumulates)
         least = least + overhead.least(least)
         most = np.minimum(raised, np.maximum(proven, least))
@@ -256,7 +244,6 @@ class MemoryModel:
             readings,
             [*full, *held],
             slope_range=slopes,
-            slope_slack=self.slope_slack,
             largest_budget_bytes=float(self.budget_bytes.max()),
         )
         return agreeing_with(bounds)
@@ -294,14 +281,11 @@ class MemoryModel:
         if self.errors[-1] > REPEATABILITY or has_failed:
             self._widen(errors, has_failed=has_failed)
         elif self._goes_beyond(predicted.likely[0]):
-            if np.abs(held / np.maximum(predicted.likely[0], 1.0) - 1).max() < LEAST_WIDENING:
-                self.slope_slack = max(SETTLED_SLOPE_SLACK, self.slope_slack / 2)
             without_margin = self._needed(steps, shards, None, 0.0).most[0]
             self._narrow(float((held / np.maximum(without_margin, 1.0) - 1).max()))
 
     def _widen(self, errors: FloatArray, *, has_failed: bool) -> None:
         """A prediction was exceeded by `errors`, (n,), or a device lacked memory."""
-        self.slope_slack = min(1.0, 2 * self.slope_slack)
         wider = WIDENING * float(errors.max())
         if has_failed:
             wider = max(wider, LEAST_WIDENING)

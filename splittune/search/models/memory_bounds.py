@@ -31,7 +31,6 @@ def coefficient_bounds(
     at_least: Sequence[tuple[FloatArray, float]],
     *,
     slope_range: tuple[float, float],
-    slope_slack: float,
     largest_budget_bytes: float,
 ) -> Bounds:
     """Bounds on F, beta, gamma and, on GPU 0, omega: see `MemoryModel`.
@@ -41,13 +40,10 @@ def coefficient_bounds(
         at_least: of each trial that failed the row of a device, and live bytes that it reached: all
             that fill it, or what it held when another lacked memory.
         slope_range: least and most of beta, bytes for each sample.
-        slope_slack: a peak is a maximum of lines, so the line that rules large sizes may be steeper
-            than one through small sizes. It may pass below a reading by this part of the growth
-            from there to the largest peak.
         largest_budget_bytes: the end of coefficients that are 0 in every reading.
     """
     constraints = ConstraintRows()
-    _add_peaks(constraints, readings, slope_slack)
+    _add_peaks(constraints, readings)
     _add_rest(constraints, readings)
     for row, live in at_least:
         constraints.add(row[None], least=live * (1 - REPEATABILITY), slack=REPEATABILITY * live)
@@ -55,17 +51,16 @@ def coefficient_bounds(
     return constraints.bounds()
 
 
-def _add_peaks(constraints: ConstraintRows, readings: Sequence[Reading], slope_slack: float) -> None:
-    """No line exceeds a peak, and it reaches those above the flat, but for `slope_slack`."""
+def _add_peaks(constraints: ConstraintRows, readings: Sequence[Reading]) -> None:
+    """No line exceeds a peak, and it reaches those above the flat."""
     rows, peaks = _rows_and_peaks(readings)
     accumulates = rows[:, ACCUMULATES]
     tolerances = REPEATABILITY * peaks
     flat = np.array([peaks[accumulates == kind].min() for kind in accumulates])
     is_on_slope = peaks > flat + ON_SLOPE_TOLERANCES * tolerances
-    reached = peaks - tolerances - slope_slack * (peaks.max() - peaks)
     constraints.add(
         rows,
-        least=np.where(is_on_slope, reached, -np.inf),
+        least=np.where(is_on_slope, peaks - tolerances, -np.inf),
         most=peaks + tolerances,
         slack=np.maximum(tolerances, LEAST_SLACK_BYTES),
     )

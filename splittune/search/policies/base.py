@@ -31,10 +31,6 @@ from splittune.split import BatchSplit, SplitSpace
 # more trials to reach a large batch.
 MAX_GROWTH = 16
 
-# A space of at most this many splits is measured whole. A choice: the default number of trials of a
-# search. Larger: spaces are measured whole that the models would settle in fewer trials.
-MAX_TINY = 12
-
 # Devices that nothing tells apart are measured one by one up to this many. A choice, half of the
 # default number of trials of a search: the rest is left for the splits themselves.
 MAX_KINDS = 6
@@ -43,7 +39,6 @@ ProposalKind = Literal[
     "start",
     "smallest left",
     "whole batch",
-    "measure all",
     "baseline",
     "improve",
     "tell apart",
@@ -81,11 +76,6 @@ class SpaceTables:
     listed: SplitTable
     """All splits where `is_complete`; else those that vary GPU 0's share."""
     is_complete: bool
-
-    @property
-    def is_tiny(self) -> bool:
-        """Whether the space is measured whole."""
-        return self.is_complete and len(self.listed) <= MAX_TINY
 
     @classmethod
     def of(cls, space: SplitSpace) -> SpaceTables:

@@ -14,7 +14,6 @@ from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceT
 from splittune.search.policies.baseline import FindBaseline
 from splittune.search.policies.improve import ExpectedImprovement
 from splittune.search.policies.leave_even import LeaveEven
-from splittune.search.policies.measure_all import MeasureAll
 from splittune.search.policies.risky import RiskyImprovement
 from splittune.search.policies.smallest_left import SmallestLeft
 from splittune.search.policies.start_small import StartSmall
@@ -25,7 +24,6 @@ from splittune.split import SplitSpace
 POLICIES: tuple[Policy, ...] = (
     StartSmall(),
     SmallestLeft(until="one ran"),
-    MeasureAll(),
     FindBaseline(min_fewer_steps=0.2),  # in large strides at first
     TellApart(),
     ExpectedImprovement(),

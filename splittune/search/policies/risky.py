@@ -40,15 +40,11 @@ class RiskyImprovement:
     min_runs_after_oom: float = 0.9
     """How likely a split must be to run once one ran out of memory. Set on drawn problems. 1 takes
     no further risk."""
-    max_trials: int = 12
-    """No risk is taken from this trial on. A choice: the default number of trials of a search."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         if state.scores is None or not state.any_fits:
             return None
         if not self._is_time(state, state.scores):
-            return None
-        if len(state.trials) >= self.max_trials or state.tables.is_tiny:  # that is measured whole
             return None
         scores = state.score_candidates([trial for trial in state.trials if not trial.ran])
         if scores is None:

@@ -14,18 +14,15 @@ from splittune.search.policies.base import Proposal, SearchState
 class VerifyUncertain:
     """The split with the best optimistic gain: the fastest, if its prediction is off enough."""
 
-    max_trials: int = 12
-    """Nothing is verified from this trial on. A choice: the default number of trials of a
-    search."""
     deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. Set on drawn problems,
     where deviations are often too small. Larger: more trials before the search ends."""
-    min_gain: float = 0.005
+    min_gain: float = 0.01
     """Optimistic gain, in logarithms of time, that is worth a trial. Set on drawn problems.
     Smaller: more trials before the search ends."""
 
     def propose(self, state: SearchState) -> Proposal | None:
-        if not state.any_fits or len(state.trials) >= self.max_trials:
+        if not state.any_fits:
             return None
         scores = state.scores
         if scores is None:

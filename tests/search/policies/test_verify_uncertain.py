@@ -17,13 +17,12 @@ def test_the_prediction_in_most_doubt_is_verified_last() -> None:
     )
 
 
-def test_it_wants_less_with_less_optimism_and_nothing_without_trials_to_spare() -> None:
-    """Its optimism and the last trial it may have are fields."""
+def test_it_wants_less_with_less_optimism() -> None:
+    """Its optimism is a field, and so is the gain that is worth a trial."""
     state = state_after(job(4, B=96), [even(96, 24, 4), even(96, 2, 4), even(96, 1, 4)])
     wanted = VerifyUncertain().propose(state)
     assert wanted is not None
     assert VerifyUncertain(deviations=0.0, min_gain=0.3).propose(state) is None
-    assert VerifyUncertain(max_trials=3).propose(state) is None
 
 
 def test_only_what_surely_fits_is_verified() -> None:
