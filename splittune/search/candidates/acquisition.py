@@ -12,10 +12,6 @@ from splittune.search.candidates.table import SplitTable
 from splittune.search.models.memory import Interval
 from splittune.search.models.step_time import StepTimes
 
-# A split that may turn out to keep too little headroom must be expected to gain this much,
-# relative; else the best of those that surely keep it is taken. A choice: below it the difference
-# is noise.
-MIN_UNSURE_GAIN = 0.003
 # Partial feasibility never reads as certain: a choice, any number just below 1 does.
 ALMOST_SURE = 0.999
 
@@ -50,12 +46,8 @@ class CandidateScores:
 
     @property
     def best_row(self) -> int:
-        """The row with the most `value`; below `MIN_UNSURE_GAIN` the best that surely fits."""
-        value = self.value
-        row = int(value.argmax())
-        if self.feasibility[row] < 1 and value[row] < MIN_UNSURE_GAIN:
-            row = int((value * (self.feasibility == 1)).argmax())
-        return row
+        """The row with the most `value`."""
+        return int(self.value.argmax())
 
 
 def expected_improvement(gains: FloatArray, deviations: FloatArray) -> FloatArray:

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittune.search.candidates.acquisition import (
-    MIN_UNSURE_GAIN,
     CandidateScores,
     expected_improvement,
     joint_feasibility,
@@ -79,14 +78,12 @@ def test_the_least_feasible_device_decides() -> None:
 
 
 def test_what_may_run_out_of_memory_has_no_value() -> None:
-    """The best row is the best of those that cannot; a small gain is not worth an unsure headroom."""
+    """The best row is the best of those that cannot; an unsure headroom counts by its chance."""
     made = scores(gain=[0.9, 0.1, 0.05], feasibility=[1, 0.5, 1], cannot_oom=[False, True, True], shards=[8, 7, 6])
     assert made.value.tolist() == pytest.approx([0, 0.05, 0.05])
     assert made.surely_feasible.tolist() == [False, False, True]
-    small = MIN_UNSURE_GAIN / 2
-    unsure = replace(made, gain=np.array([0.9, 2 * small, small / 2]))
-    assert unsure.value.argmax() == 1
-    assert unsure.best_row == 2
+    unsure = replace(made, gain=np.array([0.9, 0.1, 0.04]))
+    assert unsure.best_row == 1
 
 
 def test_optimism_adds_deviations() -> None:
