@@ -21,9 +21,6 @@ class ExpectedImprovement:
     min_gain: float = 0.003
     """Relative improvement that is worth a trial. A choice. Smaller: more trials before the search
     ends."""
-    min_gain_in_noise: float = 0.15
-    """The same as a part of the relative noise of a step: with noise of 2 %, 0.3 %. Set on drawn
-    problems with noise. Larger: noisy searches end earlier."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         scores = state.scores
@@ -31,7 +28,7 @@ class ExpectedImprovement:
             return None
         row = scores.best_row
         value = scores.value[row]
-        at_least = max(self.min_gain, self.min_gain_in_noise * state.time.noise) if state.any_fits else 0.0
+        at_least = self.min_gain if state.any_fits else 0.0
         if value <= 0 or value < at_least:
             return None
         return Proposal(split=scores.table.split(row), kind="improve", reason=self._reason(state, scores, row))

@@ -49,13 +49,3 @@ def test_a_smaller_gain_is_wanted_where_the_threshold_is_lower() -> None:
     assert wanted is not None
     assert wanted.split.gpu0_bsz < 32
     assert ExpectedImprovement(min_gain=0.5).propose(state) is None
-
-
-def test_noise_raises_the_gain_that_is_worth_a_trial() -> None:
-    """With noise of a step of 2 % and more, what gains 1 % is no longer tried where noise counts that much."""
-    problem = job(
-        2, B=64, noise=0.1, times=[CardTime(launch_s=0.01, sample_s=0.0022), CardTime(launch_s=0.01, sample_s=0.002)]
-    )
-    state = state_after(problem, [even(64, 32, 2), even(64, 2, 2), even(64, 1, 2)])
-    assert state.time.noise > 0.01
-    assert ExpectedImprovement(min_gain=0.001, min_gain_in_noise=100.0).propose(state) is None
