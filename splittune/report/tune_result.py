@@ -57,7 +57,7 @@ class TuneResult:
     trials: tuple[Trial, ...]
     config: SplitConfig
     stopped: str = ""
-    """Why it ended: ``"converged"``, ``"max_trials"``, ``"timeout"`` or ``"space exhausted"``."""
+    """Why it ended: ``"converged"``, ``"models disagree"``, ``"max_trials"``, ``"timeout"``, ``"space exhausted"``."""
     warnings: tuple[str, ...] = ()
     """What the search's models could not explain, in sentences. The emitted split was measured all
     the same, twice, and kept its headroom: they are for whoever looks into the search."""

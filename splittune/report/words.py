@@ -15,6 +15,8 @@ LEAST_SPEEDUP = 1.005
 
 WHY_STOPPED = {
     "converged": "The search ended because no other split is expected to be faster.",
+    "models disagree": "The search ended because no other split is expected to be faster; but its last predictions "
+    "were off by more than they allowed for, so a faster split may have been missed.",
     "space exhausted": "The search ended because every other split is measured or known not to fit.",
 }
 # What ended the search before it was done, with what to do.

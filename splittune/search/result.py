@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from splittune.profiling.measurement import Measurement
 
 Kind = Literal["search", "confirm"]
-Stopped = Literal["converged", "max_trials", "timeout", "space exhausted"]
+Stopped = Literal["converged", "models disagree", "max_trials", "timeout", "space exhausted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,9 @@ class SearchResult:
     """The even split at the fewest accumulation steps that fitted; None where no even split did."""
     trials: tuple[Trial, ...]
     stopped: Stopped
-    """Why the search ended. "converged": no other split is expected to be faster. "space
-    exhausted": every split is measured or ruled out by a failure."""
+    """Why the search ended. "converged": no other split is expected to be faster, by models that
+    agreed with the trials. "models disagree": the same, but the latest trials were not as foretold.
+    "space exhausted": every split is measured or ruled out by a failure."""
     warnings: tuple[str, ...] = ()
     """What the models of memory and time could not explain, in sentences; empty where they
     fitted."""

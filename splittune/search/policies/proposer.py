@@ -36,6 +36,10 @@ POLICIES: tuple[Policy, ...] = (
     SmallestLeft(until="one fits"),
 )
 
+# Predictions that were off by more deviations than this, on the root mean square, are not believed. A
+# choice: the usual three.
+MOST_DOUBT = 3.0
+
 
 def propose(state: SearchState, policies: Sequence[Policy]) -> Proposal | None:
     """What the first policy that wants a trial proposes; None where none does."""
@@ -88,6 +92,10 @@ class Proposer:
     def has_open(self, trials: Sequence[JudgedTrial]) -> bool:
         """Whether a listed split is neither measured nor ruled out; none is where nothing fits."""
         return any(trial.fits for trial in trials) and bool(open_rows(self._tables.listed, trials).any())
+
+    def is_believed(self, trials: Sequence[JudgedTrial]) -> bool:
+        """Whether the latest trials were within `MOST_DOUBT` times the deviations foretold."""
+        return self.state(trials).doubt <= MOST_DOUBT
 
     def warnings(self, trials: Sequence[JudgedTrial]) -> tuple[str, ...]:
         """What the models could not explain, in sentences; empty where they fitted."""

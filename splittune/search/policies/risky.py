@@ -1,4 +1,4 @@
-"""A split that only likely fits: where memory is not affine, or what is held at rest was not read."""
+"""A split that only likely fits: where bounds cannot be trusted, are wide, or leave nothing to try."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from splittune.search.arrays import FloatArray
 from splittune.search.candidates.acquisition import CandidateScores, optimistic_gain
 from splittune.search.policies.base import Proposal, SearchState
 
+When = Literal["not affine", "readings missing", "nothing is safe"]
+WHY: dict[When, str] = {
+    "not affine": "memory is not affine here",
+    "readings missing": "what is held at rest is not known",
+    "nothing is safe": "nothing that is safe is left",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class RiskyImprovement:
@@ -21,10 +28,10 @@ class RiskyImprovement:
     out nothing but its own shards here.
     """
 
-    when: Literal["not affine", "readings missing", "nothing is safe"] = "not affine"
+    when: When = "not affine"
     """Where memory is not affine no bound can be trusted. Where trials do not tell what is held at
-    rest, bounds are wide for want of knowledge, and a failed trial brings what no reading does.
-    Elsewhere no risk is taken."""
+    rest, bounds are wide for want of knowledge, and a failed trial brings what no reading does. And
+    where nothing else is left to try, a large gain is worth the risk."""
     min_gain: float = 0.03
     """Optimistic gain, in logarithms of time, that is worth the risk. Set on drawn problems.
     Smaller: more trials that may run out of memory."""
@@ -63,9 +70,8 @@ class RiskyImprovement:
         if gain[row] < at_least:
             return None
         predicted = f"predicted {state.throughput(scores, row):,.0f} samples/s"
-        why = "memory is not affine here" if self.when == "not affine" else "what is held at rest is not known"
         chances = f"runs with a chance of {runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
-        reason = f"{predicted}; {why}: {chances}"
+        reason = f"{predicted}; {WHY[self.when]}: {chances}"
         return Proposal(split=scores.table.split(row), kind="risky", reason=reason)
 
     def _is_time(self, state: SearchState, scores: CandidateScores) -> bool:

@@ -56,7 +56,9 @@ class GuidedSampler(SplitSampler):
         """Why no further trial is worth its time; None while one is."""
         if self._propose(trials) is not None:
             return None
-        return "converged" if self._proposer.has_open(trials) else "space exhausted"
+        if not self._proposer.has_open(trials):
+            return "space exhausted"
+        return "converged" if self._proposer.is_believed(trials) else "models disagree"
 
     def warnings(self, trials: Sequence[JudgedTrial]) -> tuple[str, ...]:
         """What the models could not explain, in sentences; empty where they fitted."""

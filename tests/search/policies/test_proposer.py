@@ -84,3 +84,16 @@ def _with_times(one: Measurement, times: tuple[float, ...]) -> Measurement:
         update_times_s=one.update_times_s,
         memory=one.memory,
     )
+
+
+def test_models_are_believed_until_a_trial_contradicts_them() -> None:
+    """Three trials on a line foretell the next; one that takes twice as long is off by more than allowed for."""
+    problem = job(2, B=64)
+    proposer = Proposer(problem.space(), (0, 0))
+    known = [trial(problem, even(64, k, 2), (0, 0)) for k in (32, 16, 8)]
+    as_foretold = trial(problem, even(64, 4, 2), (0, 0))
+    times = tuple(2 * time for time in as_foretold.measurement.micro_step_times_s)
+    surprise = JudgedTrial(measurement=_with_times(as_foretold.measurement, times))
+    assert proposer.is_believed([])
+    assert proposer.is_believed([*known, as_foretold])
+    assert not proposer.is_believed([*known, surprise])

@@ -153,3 +153,16 @@ def test_where_readings_at_rest_are_missing_risk_brings_what_they_would() -> Non
     told = state_after(problem, [even(24, 12, 2)])
     assert told.memory.knows_rest
     assert RiskyImprovement(when="readings missing", min_gain=0.01, min_runs_at_first=0.0).propose(told) is None
+
+
+def test_a_search_does_not_end_beside_a_large_gain_for_want_of_safe_splits() -> None:
+    """As long as something is safe nothing is risked; where nothing is left, what likely runs and gains much is."""
+    last = RiskyImprovement(when="nothing is safe", min_gain=0.1)
+    problem = job([card_memory(is_first=True, sample=900, total=2000), card_memory(sample=900, total=1600)], B=24)
+    problem.tells_all = False
+    state = state_after(problem, [even(24, 12, 2)])
+    assert last.propose(state) is None
+    state = state_after(problem, [even(24, 12, 2), split(24, 24, 1, 0), split(24, 24, 0, 1)])
+    assert state.scores is not None
+    assert not state.scores.surely_feasible.any()
+    assert last.propose(state) is not None

@@ -307,3 +307,10 @@ def test_the_search_converges_before_its_budget_where_nothing_is_to_gain() -> No
     assert result.stopped == "converged"
     assert len(problem.measured) < 13
     assert problem.throughput(result.best.split) == pytest.approx(problem.best_throughput, rel=0.01)
+
+
+def test_a_search_whose_models_were_contradicted_has_not_converged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends all the same, when nothing is expected to be faster, and says that its models disagreed."""
+    problem = job(4, B=256)
+    monkeypatch.setattr("splittune.search.policies.proposer.MOST_DOUBT", 0.0)
+    assert search(problem, max_trials=100).stopped == "models disagree"
