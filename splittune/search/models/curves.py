@@ -23,12 +23,10 @@ WELL_KNOWN = 4
 # Deviations from the form up to this count as none where the clock has less noise. A choice, twice
 # the noise that is assumed of a modelled clock. Higher, and small steps of a curve go unnoticed.
 LEAST_DEVIATION = 0.002
-# Relative standard deviation of a prediction at a share e times the largest measured one, or 1/e of
-# the smallest: after one share, two, and three or more. Of one share nobody knows what is floor and
-# what is slope. A choice. Higher, and larger shares are tried for what they may gain.
-DOUBT_BEYOND = (0.45, 0.12, 0.06)
-# The same between two measured shares, for each factor e from the nearer one. A choice.
-DOUBT_BETWEEN = 0.12
+# Relative standard deviation of a prediction at a share e times the only measured one, or 1/e of it:
+# of one share nobody knows what is floor and what is slope. A choice. Higher, and larger shares are
+# tried for what they may gain.
+DOUBT_OF_ONE_SHARE = 0.45
 # Seconds a sample costs at least: a curve that is exactly flat would divide by 0.
 LEAST_SLOPE_S = 1e-15
 # Two sums of squared errors closer than this are equal: of equal fits the largest knee is taken.
@@ -75,18 +73,11 @@ class Curve:
         """Whether `WELL_KNOWN` shares were measured and all lie on the form, up to noise."""
         return len(self.shares) >= WELL_KNOWN and float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
 
-    def distance(self, shares: FloatArray) -> FloatArray:
-        """Difference of logarithms to the nearest measured share."""
-        away = np.log1p(shares * self.ratio)[:, None] - np.log1p(self.shares)[None, :]
-        return np.asarray(np.abs(away).min(axis=1))
-
     def doubt(self, shares: FloatArray) -> FloatArray:
-        """Relative standard deviation: 0 at a measured share, growing with `distance` from it."""
-        nearest = self.distance(shares)
-        shares = shares * self.ratio
-        beyond = DOUBT_BEYOND[min(len(self.shares), len(DOUBT_BEYOND)) - 1]
-        outside = (shares > self.shares.max()) | (shares < self.shares.min())
-        return np.asarray(np.where(outside, beyond, DOUBT_BETWEEN) * nearest)
+        """Relative standard deviation: where a single share was measured it grows with the difference of logarithms."""
+        if len(self.shares) > 1:
+            return np.zeros_like(shares)
+        return DOUBT_OF_ONE_SHARE * np.abs(np.log1p(shares * self.ratio) - np.log1p(self.shares[0]))
 
 
 def fit_curve(

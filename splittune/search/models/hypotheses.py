@@ -72,10 +72,6 @@ class StepCounts:
         """Of these splits alone."""
         return StepCounts(self.matrix[chosen])
 
-    def of_update(self) -> StepCounts:
-        """What is paid once a step, however many micro-steps it has."""
-        return StepCounts(self.matrix * [0, 0, 0, 1, 1])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:

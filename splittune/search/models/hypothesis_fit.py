@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,18 +47,12 @@ HOST_GAIN = 0.5
 # Busy times at equal shares differ by less than this, and noise, between devices of one speed. A
 # choice. Larger, and unlike devices share a curve; smaller, and each is learned alone.
 BUSY_TOLERANCE = 0.02
-# Updates are read apart only from splits of at least so many accumulation steps: only those have a
-# typical micro-step between the first and the last, so that what these two take longer counts as
-# the update's (see `profiling.recorder`).
-MIN_STEPS_FOR_UPDATES = 3
 # Of a micro-step, further devices are taken to cost at most this part: something is left for the work itself.
 MOST_OVERHEAD = 0.9
 # GPU 0's part of the micro-batch must vary by this much to tell what grows with which. A choice.
 LEAST_VARIATION = 0.02
 # A divisor in place of 0 seconds.
 LEAST_SECONDS = 1e-12
-# An update weighs this much of a whole step in the fit. A choice below 1: it is part of that step.
-UPDATE_WEIGHT = 0.2
 
 
 def fit_hypotheses(trials: StepTrials) -> list[Hypothesis]:
@@ -72,10 +66,6 @@ class _Fit:
     """Hypotheses under construction."""
 
     trials: StepTrials
-    _updates: tuple[FloatArray, FloatArray] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._updates = self._update_rows()
 
     def from_busy_times(self) -> list[Weighed]:
         """Curves without tiles and, while those are not well known, with tiles of each size.
@@ -283,22 +273,10 @@ class _Fit:
     def _costs_beside(self, slowest_s: FloatArray) -> tuple[StepCosts, float]:
         """Costs beside the slowest devices' seconds, and the squared relative error left."""
         trials, step_s = self.trials, np.exp(self.trials.log_step_s)
-        rows, (updates, targets) = trials.counts.matrix / step_s[:, None], self._updates
-        rest = np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s
-        costs, _ = nnls(np.concatenate([rows, updates]), np.concatenate([rest, targets]))
+        rows = trials.counts.matrix / step_s[:, None]
+        costs, _ = nnls(rows, np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s)
         predicted = trials.steps * slowest_s / step_s + rows @ costs
         return StepCosts.from_vector(costs), float((np.log(predicted) ** 2).sum())
-
-    def _update_rows(self) -> tuple[FloatArray, FloatArray]:
-        """(U, 5) rows of updates beside those of whole steps, and (U,) what each should make."""
-        known = [
-            i
-            for i, run in enumerate(self.trials.runs)
-            if run.update_time_s and run.split.accumulation_steps >= MIN_STEPS_FOR_UPDATES
-        ]
-        seconds = np.array([self.trials.runs[i].update_time_s for i in known], dtype=float)
-        rows = self.trials.counts.where(known).of_update().matrix
-        return UPDATE_WEIGHT * rows / seconds[:, None], np.full(len(known), UPDATE_WEIGHT)
 
 
 def _likeliest(weighed: Iterable[Weighed]) -> Hypothesis:

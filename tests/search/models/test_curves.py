@@ -114,14 +114,13 @@ def test_several_times_of_one_share_count_as_one() -> None:
     assert at(curve, 1, 2) == pytest.approx([0.015, 0.030])
 
 
-def test_doubt_grows_with_the_distance_from_what_was_measured() -> None:
-    """No doubt at a measured share, some between two, more beyond, less when more shares are known."""
-    few, more = (fitted(shares, [0.002 * s for s in shares]) for shares in ([8.0, 32.0], [8.0, 16.0, 32.0]))
-    assert few.doubt(np.array([8.0, 32.0])) == pytest.approx([0, 0])
-    between, beyond, far = few.doubt(np.array([16.0, 64.0, 512.0]))
-    assert 0 < between <= beyond < far
-    assert more.doubt(np.array([512.0]))[0] < far
-    assert few.doubt(np.array([1.0]))[0] > few.doubt(np.array([4.0]))[0] > 0
+def test_of_one_share_doubt_grows_with_the_distance_of_two_there_is_none() -> None:
+    """No doubt at the measured share, more the further away; a second share tells floor from slope."""
+    one, two = fitted([8.0], [0.016]), fitted([8.0, 32.0], [0.016, 0.064])
+    at_it, near, far = one.doubt(np.array([8.0, 16.0, 512.0]))
+    assert at_it == pytest.approx(0)
+    assert 0 < near < far
+    assert two.doubt(np.array([1.0, 16.0, 512.0])).tolist() == [0, 0, 0]
 
 
 def test_a_ratio_stands_for_a_card_of_another_speed() -> None:

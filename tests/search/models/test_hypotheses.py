@@ -34,9 +34,8 @@ def test_one_device_gathers_and_reduces_nothing() -> None:
 
 
 def test_costs_are_paid_as_often_as_counted() -> None:
-    """3 x 1 + 30 x 0.1 + 3 x 0.01 + 7 + 0.5 seconds; of the update alone 7 + 0.5."""
+    """3 x 1 + 30 x 0.1 + 3 x 0.01 + 7 + 0.5 seconds."""
     assert COSTS.of(counts(3, 4, 6)) == pytest.approx([13.53])
-    assert COSTS.of(counts(3, 4, 6).of_update()) == pytest.approx([7.5])
 
 
 def test_costs_are_read_from_a_vector_in_the_order_of_their_fields() -> None:
