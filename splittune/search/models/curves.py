@@ -77,7 +77,7 @@ class Curve:
         """Relative standard deviation: where a single share was measured it grows with the difference of logarithms."""
         if len(self.shares) > 1:
             return np.zeros_like(shares)
-        return DOUBT_OF_ONE_SHARE * np.abs(np.log1p(shares * self.ratio) - np.log1p(self.shares[0]))
+        return np.asarray(DOUBT_OF_ONE_SHARE * np.abs(np.log1p(shares * self.ratio) - np.log1p(self.shares[0])))
 
 
 def fit_curve(

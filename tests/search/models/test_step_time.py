@@ -242,15 +242,12 @@ def test_fewer_cards_than_ever_tried_may_wait_less_for_the_host() -> None:
 
 
 def test_fewer_cards_than_ever_tried_get_a_chance() -> None:
-    """Where all trials had every card, what seems constant may be each card's: fewer are hoped for,
-    and in doubt.
-    """
+    """Where all trials had every card, what seems constant may be each card's: fewer are hoped for."""
     problem = job(2, B=16, micro_step_s=0.0, update_s=0.001, reduce_s=0.05)
     model = model_of(problem, [even(16, 4, 2), even(16, 2, 2), even(16, 1, 2)])
-    alone, both = split(16, 2, 8, 0), even(16, 2, 2)
+    alone = split(16, 2, 8, 0)
     as_constant = truth(problem, alone)[0] + 0.05
     assert predicted(model, alone)[0] < 0.9 * as_constant
-    assert doubts(model, alone)[0] > doubts(model, both)[0] + 0.1
 
 
 def test_a_host_that_launches_for_all_is_found() -> None:
