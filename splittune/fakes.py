@@ -69,6 +69,8 @@ class ShapeMode(FakeTensorMode):
     Worked: trials of GPT-2 take half the time.
     """
 
+    before_others: Callable[[Iterable[Any]], None] | None = None
+    """Told of the arguments of a call before it is made, if one of them is a tensor with values."""
     _known: ClassVar[dict[tuple[Any, ...], _Given | None]] = {}
     _attributes: dict[str, Any] | None = None
 
@@ -82,6 +84,8 @@ class ShapeMode(FakeTensorMode):
     ) -> Any:
         key = self._key(func, args, kwargs) if _is_told_by_sizes(func) else None
         if key is None:
+            if self.before_others is not None:
+                self.before_others((*args, *(kwargs or {}).values()))
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         given = self._known.get(key)
         if given is not None:

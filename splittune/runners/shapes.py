@@ -56,7 +56,7 @@ class ShapeRunner:
 
     def __init__(self, task: TrainingTask, hardware: VirtualHardware, scripts: Scripts | None = None) -> None:
         self._task, self._hardware, self._scripts = task, hardware, scripts
-        self._real = InProcessRunner(task, hardware)
+        self._real = InProcessRunner(task, hardware, at_once=False)
         self._known: dict[tuple[BatchSplit, LossPlacement], Measurement] = {}
         self._modules: list[ModuleMemory] = []  # one for all runners beside this one
         self.needs_values: str | None = why_not(task)
@@ -79,7 +79,7 @@ class ShapeRunner:
         """With the activations that they keep, where a forward of two samples tells."""
         if not self._modules:
             try:
-                self._modules += memory_by_module(self._task, self._real.samples, self._hardware)
+                self._modules += memory_by_module(self._task, self._real.samples, self._hardware, self._real.kept)
             except Exception as error:  # noqa: BLE001  the job's own, of a batch of two: no reason to lose a search
                 logger.debug("What modules keep is not known: %s", error)
                 self._modules += facts.modules
@@ -136,7 +136,7 @@ class ShapeRunner:
 
         def tape(shard_sizes: Sequence[int], accumulation_steps: int) -> Tape:
             cards = TapedHardware(self._hardware.gpus, wrapper_bytes=self._hardware.wrapper_bytes)
-            with on_shapes(self._task, self._real.samples) as (task, samples):
+            with on_shapes(self._task, self._real.samples, self._real.kept) as (task, samples):
                 profiler = TapingProfiler(task, cards, samples, Unkept(), loss_placement=placement)
                 return profiler.tape(shard_sizes, accumulation_steps)
 
@@ -152,7 +152,7 @@ class ShapeRunner:
         return profiler.measure(split)
 
     def _on_shapes(self, split: BatchSplit, headroom: Sequence[int], placement: LossPlacement) -> Measurement:
-        with on_shapes(self._task, self._real.samples) as (task, samples):
+        with on_shapes(self._task, self._real.samples, self._real.kept) as (task, samples):
             profiler = Profiler(
                 task, self._hardware, samples, Unkept(), min_headroom_bytes=headroom, loss_placement=placement
             )

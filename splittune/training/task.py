@@ -85,13 +85,13 @@ class TrainingTask:
         self._check_options()
         self._check_optimizer()
 
-    def snapshot(self) -> Snapshot:
-        """The job as it is now, with what its functions reach and what `other_state` names."""
+    def snapshot(self, *, at_once: bool = True) -> Snapshot:
+        """The job as it is now, with what its functions reach and what `other_state` names: see `Snapshot`."""
         optimizer = self.optimizer if isinstance(self.optimizer, optim.Optimizer) else None
         factory = None if optimizer is not None else self.optimizer
         self._reached = None
         functions = (self.loss_fn, self.step_fn, factory, self.grad_scaler)
-        return Snapshot(self.model, optimizer, self.loader, others=functions, told=self.other_state)
+        return Snapshot(self.model, optimizer, self.loader, others=functions, told=self.other_state, at_once=at_once)
 
     def place_others(self, hardware: Hardware) -> None:
         """Have `hardware` account for the job's further models and optimizers as it does for the model's.
