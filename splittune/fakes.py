@@ -177,7 +177,8 @@ def _is_told_by_sizes(func: Any) -> bool:
 
 def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, out: Any) -> _Given | None:
     """How to give the same again; None where that is not known."""
-    kind = type(out) if type(out) in (tuple, list) else None
+    # torch's rules for shapes may give a tuple with names for its entries, as its kernels never do
+    kind = list if isinstance(out, list) else tuple if isinstance(out, tuple) else None
     outputs = [out] if kind is None else list(out)
     taken = [tensor.untyped_storage()._cdata for tensor in _tensors_in((*args, *(kwargs or {}).values()))]
     seen = list(taken)
