@@ -115,7 +115,7 @@ def _foretell(
 @contextmanager
 def _open_cards(request: PlanRequest, hardware: VirtualHardware, scripts: Scripts | None) -> Iterator[ShapeProfiler]:
     """What measures splits in one process."""
-    runner = ShapeRunner(request.task, hardware, scripts)
+    runner = ShapeRunner(request.task, hardware, scripts, looks_at_modules=False)
     try:
         job = runner.open(["output"])
         headroom = headroom_for(job.cards, request.options.min_headroom_bytes)

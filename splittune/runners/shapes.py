@@ -52,10 +52,19 @@ class ShapeRunner:
         task: the job.
         hardware: the cards.
         scripts: of this job, where they are wanted; runners of other cards and batch sizes may share them.
+        looks_at_modules: have `open` say what each module keeps for the backward, which takes a forward.
     """
 
-    def __init__(self, task: TrainingTask, hardware: VirtualHardware, scripts: Scripts | None = None) -> None:
+    def __init__(
+        self,
+        task: TrainingTask,
+        hardware: VirtualHardware,
+        scripts: Scripts | None = None,
+        *,
+        looks_at_modules: bool = True,
+    ) -> None:
         self._task, self._hardware, self._scripts = task, hardware, scripts
+        self._looks_at_modules = looks_at_modules
         self._real = InProcessRunner(task, hardware, at_once=False)
         self._known: dict[tuple[BatchSplit, LossPlacement], Measurement] = {}
         self._modules: list[ModuleMemory] = []  # one for all runners beside this one
@@ -73,7 +82,9 @@ class ShapeRunner:
         if self.needs_values is not None:
             logger.warning(_ON_REAL_TENSORS, self.needs_values)
         facts = self._real.open(placements)
-        return facts if self.needs_values is not None else replace(facts, modules=self._modules_of(facts))
+        if self.needs_values is not None or not self._looks_at_modules:
+            return facts
+        return replace(facts, modules=self._modules_of(facts))
 
     def _modules_of(self, facts: JobFacts) -> tuple[ModuleMemory, ...]:
         """With the activations that they keep, where a forward of two samples tells."""
