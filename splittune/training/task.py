@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from splittune.checks import as_int
-from splittune.errors import ConfigError
+from splittune.errors import ConfigError, add_note
 from splittune.hardware import Hardware
 from splittune.parallel.base import SplitModule
 from splittune.training.call import Forward, ModelCall, call_for
@@ -123,7 +123,11 @@ class TrainingTask:
         if self.optimizer is None:
             self._say_once("no optimizer was given: AdamW is assumed. Its state is twice the parameters' size.")
             return optim.AdamW(trainable)
-        made = self.optimizer(trainable)
+        try:
+            made = self.optimizer(trainable)
+        except Exception as error:
+            add_note(error, "splittune: the job's optimizer callable raised this, given the trainable parameters.")
+            raise
         if not isinstance(made, optim.Optimizer):
             raise ConfigError(
                 f"the optimizer callable returned a {type(made).__name__}: expected a torch.optim.Optimizer. "
