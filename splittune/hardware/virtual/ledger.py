@@ -236,7 +236,8 @@ class Ledger(TorchDispatchMode):
         if entry is None:
             return None
         num_bytes = storage.nbytes()
-        if entry() is not storage:  # its address has been given to a new storage
+        if entry() is not storage:  # a new one has its address, by chance: the dead go in their own order
+            self.free_dead()
             self._release(entry)
             return None
         if entry.num_bytes != num_bytes:
