@@ -69,6 +69,8 @@ class ShapeMode(FakeTensorMode):
     Worked: trials of GPT-2 take half the time.
     """
 
+    before_others: Callable[[Iterable[Any]], None] | None = None
+    """Told of the arguments of a call before it is made, if one of them is a tensor with values."""
     _known: ClassVar[dict[tuple[Any, ...], _Given | None]] = {}
     _attributes: dict[str, Any] | None = None
 
@@ -82,6 +84,8 @@ class ShapeMode(FakeTensorMode):
     ) -> Any:
         key = self._key(func, args, kwargs) if _is_told_by_sizes(func) else None
         if key is None:
+            if self.before_others is not None:
+                self.before_others((*args, *(kwargs or {}).values()))
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         given = self._known.get(key)
         if given is not None:
@@ -173,7 +177,8 @@ def _is_told_by_sizes(func: Any) -> bool:
 
 def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, out: Any) -> _Given | None:
     """How to give the same again; None where that is not known."""
-    kind = type(out) if type(out) in (tuple, list) else None
+    # torch's rules for shapes may give a tuple with names for its entries, as its kernels never do
+    kind = list if isinstance(out, list) else tuple if isinstance(out, tuple) else None
     outputs = [out] if kind is None else list(out)
     taken = [tensor.untyped_storage()._cdata for tensor in _tensors_in((*args, *(kwargs or {}).values()))]
     seen = list(taken)

@@ -16,7 +16,7 @@ from splittune.cli.ranks import leave
 from splittune.cli.report import report
 from splittune.cli.tune import tune
 from splittune.cli.verify import verify
-from splittune.errors import NoFeasibleSplitError, RanksError, SplittuneError, WorkerError
+from splittune.errors import JobError, NoFeasibleSplitError, RanksError, SplittuneError, WorkerError
 
 app = typer.Typer(
     help="Finds the batch split that trains fastest without running out of memory.",
@@ -51,8 +51,9 @@ def _code_of(error: Exception) -> int:
 def _show(error: Exception) -> None:
     """Say what went wrong on standard error, an exception of the user's with its traceback."""
     cause = error.__cause__ if isinstance(error, SplittuneError) else error
-    is_own = isinstance(error, NoFeasibleSplitError | WorkerError | RanksError)
-    if cause is not None and not is_own and not isinstance(cause, SplittuneError | OSError):
+    is_the_jobs = isinstance(error, JobError) or not isinstance(error, SplittuneError)
+    says_all = isinstance(error, NoFeasibleSplitError | WorkerError | RanksError) or isinstance(cause, OSError)
+    if cause is not None and not isinstance(cause, SplittuneError) and (is_the_jobs or not says_all):
         traceback.print_exception(cause)
     if isinstance(error, SplittuneError):
         say_error(error)

@@ -217,17 +217,13 @@ class _Bucket(NamedTuple):
 
     contributors: tuple[int, ...]
     """Which parts have these gradients."""
-    dtype: torch.dtype
+    like: Tensor
+    """One of their dtype, and without memory."""
     stretches: tuple[_Stretch, ...]
     offsets: tuple[int, ...]
     """Where each begins."""
     length: int
     """Elements of all, with what is between them."""
-
-    @property
-    def like(self) -> Tensor:
-        """A tensor of their dtype, and no memory."""
-        return torch.empty(0, dtype=self.dtype, device="meta")
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The stretches in a flat tensor of this bucket."""
@@ -250,7 +246,7 @@ def _buckets_of(parts: Sequence[Part], totals: Sums, indices: Sequence[int]) -> 
             groups.setdefault((tuple(grads), dtype), []).append(whole)
     grads = {}  # or the last ones would live until the end
     for (contributors, dtype), wholes in groups.items():
-        size = dtype.itemsize
+        size, like = dtype.itemsize, torch.empty(0, dtype=dtype, device="meta")
         limit, align = max(BUCKET_BYTES // size, 1), max(ALIGNMENT_BYTES // size, 1)
         stretches: list[_Stretch] = []
         offsets: list[int] = []
@@ -259,12 +255,12 @@ def _buckets_of(parts: Sequence[Part], totals: Sums, indices: Sequence[int]) -> 
             length = stretch.end - stretch.begin
             offset = -(-filled // align) * align
             if stretches and offset + length > limit:
-                yield _Bucket(contributors, dtype, tuple(stretches), tuple(offsets), filled)
+                yield _Bucket(contributors, like, tuple(stretches), tuple(offsets), filled)
                 stretches, offsets, offset = [], [], 0
             stretches.append(stretch)
             offsets.append(offset)
             filled = offset + length
-        yield _Bucket(contributors, dtype, tuple(stretches), tuple(offsets), filled)
+        yield _Bucket(contributors, like, tuple(stretches), tuple(offsets), filled)
 
 
 def _cut(whole: _Stretch, limit: int) -> Iterator[_Stretch]:
@@ -285,7 +281,7 @@ class _Relay:
     def bring(self, bucket: _Bucket) -> tuple[Tensor, Any]:
         """Their sum at home, flat, and the mark to wait for before it is read. The gradients are dropped."""
         stops = tuple(dict.fromkeys(self._parts[number].place for number in bucket.contributors))
-        if self._nccl is not None and stops == self._stops and self._nccl.can_add(bucket.dtype):
+        if self._nccl is not None and stops == self._stops and self._nccl.can_add(bucket.like.dtype):
             flats = [self._empty(bucket, self._home)]
             with self._link.on(self._home):
                 flats[0].zero_()

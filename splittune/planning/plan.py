@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from splittune.errors import add_note
 from splittune.hardware.virtual import VirtualHardware
 from splittune.options import DEFAULT_MAX_TRIALS, StrategyChoice, headroom_for
 from splittune.planning.request import PlanRequest, checked_request
-from splittune.planning.result import Plan
+from splittune.planning.result import Plan, PlannedSearch
 from splittune.planning.storage import FinishedRows
 from splittune.planning.sweep import planned_searches
 from splittune.profiling.measurement import Measurement
@@ -56,8 +57,9 @@ def plan(
             lacks how much.
         min_headroom_bytes: what every card must keep free at its peak; None for 5 % of what others leave.
         max_trials: splits to search at most, for each machine and batch size.
-        storage: a file where finished machines and batch sizes are kept: a plan that was interrupted goes on there. A
-            job that was changed, other options or another version are searched anew. Given splits are not kept.
+        storage: a file where finished machines and batch sizes are kept: a plan that was interrupted goes on there, and
+            a note on what interrupted it says how many are. A job that was changed, other options or another version
+            are searched anew. Given splits are not kept.
         strategy: "dp" for one process with a replica on each card; "ddp" for a process for each card, ranks of
             DistributedDataParallel, on one machine or on many (up to 16,384 cards); "either" for both, side by side.
             Ranks are modelled from what one card does with its share (`RankTrials` says how), over links as fast as the
@@ -82,10 +84,29 @@ def plan(
         with old_objects_left_alone():
             if request.splits is not None:
                 return _foretell(request, request.splits, callback)
-            searches = tuple(planned_searches(request, callback, None if storage is None else FinishedRows(storage)))
+            return Plan.of(_searched(request, callback, storage))
     finally:
         callback.on_finish()
-    return Plan.of(searches)
+
+
+def _searched(
+    request: PlanRequest, callback: PlanCallback, storage: str | os.PathLike[str] | None
+) -> list[PlannedSearch]:
+    """Every search; what ends them early, Ctrl-C say, is told what is kept."""
+    found: list[PlannedSearch] = []
+    try:
+        for search in planned_searches(request, callback, None if storage is None else FinishedRows(storage)):
+            found.append(search)  # noqa: PERF402  one by one, to count them
+    except BaseException as error:
+        if found:
+            kept = (
+                f"They are kept in {os.fspath(storage)!r}: the same call goes on there."
+                if storage is not None
+                else "They are lost: with storage='plan.json' the same call would go on there."
+            )
+            add_note(error, f"splittune: {len(found)} of {request.num_searches} searches were finished. {kept}")
+        raise
+    return found
 
 
 def _foretell(
@@ -115,7 +136,7 @@ def _foretell(
 @contextmanager
 def _open_cards(request: PlanRequest, hardware: VirtualHardware, scripts: Scripts | None) -> Iterator[ShapeProfiler]:
     """What measures splits in one process."""
-    runner = ShapeRunner(request.task, hardware, scripts)
+    runner = ShapeRunner(request.task, hardware, scripts, looks_at_modules=False)
     try:
         job = runner.open(["output"])
         headroom = headroom_for(job.cards, request.options.min_headroom_bytes)

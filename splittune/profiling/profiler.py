@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from splittune.errors import add_note
 from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory, is_sticky
 from splittune.profiling.measurement import LossPlacement, Measurement, Outcome
@@ -197,12 +198,12 @@ def _describe(error: BaseException, device: int | None) -> str:
 
 
 def _say_unusable(error: BaseException) -> None:
-    """Note on the error what it means; Python 3.10 has no notes."""
-    if hasattr(error, "add_note"):
-        error.add_note(
-            "After this CUDA error the process cannot use its devices any more: the search ends. Start a new process; "
-            "trials that were finished are in the storage, if one was given, and the search goes on from there."
-        )
+    """Note on the error what it means."""
+    add_note(
+        error,
+        "After this CUDA error the process cannot use its devices any more: the search ends. Start a new process; "
+        "trials that were finished are in the storage, if one was given, and the search goes on from there.",
+    )
 
 
 def _in_a_sentence(note: str) -> str:

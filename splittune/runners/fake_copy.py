@@ -45,12 +45,17 @@ def without_values(task: TrainingTask, mode: FakeTensorMode) -> TrainingTask:
 
 
 @contextmanager
-def on_shapes(task: TrainingTask, samples: SampleBatch) -> Iterator[tuple[TrainingTask, SampleBatch]]:
+def on_shapes(
+    task: TrainingTask, samples: SampleBatch, snapshot: Snapshot | None = None
+) -> Iterator[tuple[TrainingTask, SampleBatch]]:
     """Inside, the job's copy without values, and its samples: an operation on these does no arithmetic.
 
-    An operation of real tensors alone is done for real, so none of the job's own are used inside.
+    An operation of real tensors alone is done for real, so none of the job's own are used inside. `snapshot` is told of
+    those that the job's functions have beside the copy.
     """
     mode = ShapeMode(allow_non_fake_inputs=True)
+    if snapshot is not None:
+        mode.before_others = snapshot.before_use
     copied = without_values(task, mode)
     batch = map_tensors(lambda tensor: shape_of(tensor, mode), samples.batch)
     with mode, old_objects_left_alone():

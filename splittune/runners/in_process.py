@@ -28,10 +28,14 @@ def free_leftovers(hardware: Hardware) -> None:
 
 
 class InProcessRunner:
-    """Runs the trials of a task at hand in this process, on hardware at hand."""
+    """Runs the trials of a task at hand in this process, on hardware at hand.
 
-    def __init__(self, task: TrainingTask, hardware: Hardware) -> None:
-        self._task, self._hardware = task, hardware
+    With `at_once` False the job's values are copied when its first profiler is asked for, or before the loader takes
+    them: for who may do without trials on the job itself.
+    """
+
+    def __init__(self, task: TrainingTask, hardware: Hardware, *, at_once: bool = True) -> None:
+        self._task, self._hardware, self._at_once = task, hardware, at_once
         self._snapshot: Snapshot | None = None
         self._samples: SampleBatch | None = None
         self._is_grad_enabled = True
@@ -40,11 +44,12 @@ class InProcessRunner:
         """Keep the job as it is now, for `close` to put back."""
         self._is_grad_enabled = torch.is_grad_enabled()
         with deferred():  # it takes the gradients off the model
-            self._snapshot = self._task.snapshot()
+            self._snapshot = self._task.snapshot(at_once=self._at_once)
 
     def open(self, placements: Sequence[LossPlacement]) -> JobFacts:
         self.snapshot()
-        self._samples = read_batches(self._task.loader)
+        with self.kept.watching():
+            self._samples = read_batches(self._task.loader)
         no_replica_loss = None
         if "replica" in placements:
             try:
@@ -74,6 +79,7 @@ class InProcessRunner:
         return self._snapshot
 
     def profiler(self, *, min_headroom_bytes: Sequence[int], loss_placement: LossPlacement) -> Profiler:
+        self.kept.keep_values()
         return Profiler(
             self._task,
             self._hardware,

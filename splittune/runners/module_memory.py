@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from splittune.hardware.virtual import VirtualHardware
 from splittune.runners.fake_copy import on_shapes
 from splittune.split import BatchSplit
-from splittune.training import SampleBatch, TrainingTask
+from splittune.training import SampleBatch, Snapshot, TrainingTask
 from splittune.training.module_memory import ModuleMemory, grouped
 
 # Samples of the forward that is looked at: enough for BatchNorm. What it keeps is told for one.
@@ -20,15 +20,18 @@ _SAMPLES = 2
 _OUTSIDE = "(outside)"
 
 
-def memory_by_module(task: TrainingTask, samples: SampleBatch, hardware: VirtualHardware) -> tuple[ModuleMemory, ...]:
+def memory_by_module(
+    task: TrainingTask, samples: SampleBatch, hardware: VirtualHardware, snapshot: Snapshot | None = None
+) -> tuple[ModuleMemory, ...]:
     """Parameters, and the activations of a forward on a copy of the job that has shapes and no values.
 
     Whatever an operation keeps for the backward belongs to the innermost module that runs, and a storage that several
-    keep to the first; what is outside of every module, the loss say, to ``(outside)``.
+    keep to the first; what is outside of every module, the loss say, to ``(outside)``. `on_shapes` says what `snapshot`
+    is for.
     """
     size = min(_SAMPLES, samples.loader_batch_size)
     kept: dict[str, int] = {}
-    with on_shapes(task, samples) as (job, shapes):
+    with on_shapes(task, samples, snapshot) as (job, shapes):
         split = BatchSplit(global_batch_size=size, accumulation_steps=1, shard_sizes=(size,))
         wrapped = VirtualHardware(hardware.gpus[:1]).wrap(job.model, split)
         own = {id(one.untyped_storage()) for one in (*job.model.parameters(), *job.model.buffers())}

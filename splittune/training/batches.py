@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from splittune.errors import ConfigError
+from splittune.errors import ConfigError, add_note
 from splittune.parallel.nesting import map_tensors, tensors_of
 from splittune.parallel.samples import Samples, read_samples, select_batch
 
@@ -65,6 +65,7 @@ def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> 
         ConfigError: the loader is a one-shot iterator (its batches would be lost to training),
             cannot be iterated, or is empty; or a batch has no tensor, or tensors of different
             sizes.
+        Exception: the loader's own, with a note.
     """
     if isinstance(loader, Iterator):
         raise ConfigError(
@@ -80,7 +81,7 @@ def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> 
         )
     best: tuple[float, Any, Samples] | None = None
     largest, expected, listed = 0, batch_size_given(loader), None
-    for number, batch in enumerate(itertools.islice(loader, num_batches)):
+    for number, batch in enumerate(_batches_of(loader, num_batches)):
         try:
             samples = read_samples(batch, expected=expected, listed=listed)
         except ConfigError as error:
@@ -96,6 +97,18 @@ def read_batches(loader: Iterable[Any], num_batches: int = NUM_BATCHES_READ) -> 
         raise ConfigError("the loader is empty: expected at least one batch. Check its data set and drop_last.")
     _, batch, samples = best
     return SampleBatch(batch=batch, batch_size=samples.size, loader_batch_size=largest, are_listed=samples.are_listed)
+
+
+def _batches_of(loader: Iterable[Any], num_batches: int) -> Iterator[Any]:
+    """The first batches; an exception of the loader's says that it is."""
+    number = 0
+    try:
+        for batch in itertools.islice(loader, num_batches):
+            yield batch
+            number += 1
+    except Exception as error:
+        add_note(error, f"splittune: the job's loader raised this when it was asked for batch {number}.")
+        raise
 
 
 def batch_size_given(loader: Any) -> int | None:

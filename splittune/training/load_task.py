@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from splittune.errors import ConfigError
+from splittune.errors import ConfigError, JobError
 from splittune.training import TrainingTask
 
 _EXPECTED = (
@@ -25,7 +25,8 @@ def load_task(target: str) -> TrainingTask:
     of the file or the function is the user's own, and passes through as the cause of the error, with its traceback.
 
     Raises:
-        ConfigError: malformed, no such file or function, it raised, or returned something else.
+        ConfigError: malformed, no such file or function, or it returned something else.
+        JobError: it raised.
     """
     file_name, separator, function_name = target.rpartition(":")
     if not separator or not file_name.endswith(".py") or not function_name.isidentifier():
@@ -40,13 +41,14 @@ def load_task_from_module(module_name: str, function_name: str) -> TrainingTask:
     """The task that a function of an importable module returns.
 
     Raises:
-        ConfigError: no such module or function, it raised, or returned something else.
+        ConfigError: no such function, or it returned something else.
+        JobError: module or function raised.
     """
     target = f"{module_name}.{function_name}"
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(
+        raise JobError(
             f"importing {module_name} raised {type(error).__name__}: {error}. Mend the module first."
         ) from error
     return _task_of(module, function_name, module_name, target)
@@ -81,7 +83,7 @@ def _import(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a script that parses its own command line exits
-        raise ConfigError(f"importing {path} raised {type(error).__name__}: {error}. Mend the file first.") from error
+        raise JobError(f"importing {path} raised {type(error).__name__}: {error}. Mend the file first.") from error
     return module
 
 
@@ -89,7 +91,7 @@ def _call(function: Callable[[], object], target: str) -> object:
     try:
         return function()
     except (Exception, SystemExit) as error:
-        raise ConfigError(
+        raise JobError(
             f"{target} raised {type(error).__name__}: {error}. It is called without arguments and must return a "
             "TrainingTask."
         ) from error

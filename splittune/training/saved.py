@@ -78,26 +78,38 @@ class SavedModule:
 
 
 class SavedTensor:
-    """A parameter or buffer with its gradient. Values are cloned to the host, whatever the device."""
+    """A parameter or buffer with its gradient. Values are cloned to the host, whatever the device.
 
-    def __init__(self, tensor: Tensor) -> None:
+    With `at_once` False they are not until `keep_values`, which has to come before anything may write to them.
+    """
+
+    def __init__(self, tensor: Tensor, *, at_once: bool = True) -> None:
         self.tensor = tensor
         self.device = tensor.device
         self.requires_grad = tensor.requires_grad
         self.is_leaf = tensor.is_leaf
-        self.values = _host_copy(tensor)
+        self.values: Tensor | None = None
         # Keeping the host's own storage costs nothing and keeps views of it valid; a device's would hold its memory.
-        self.on_host = tensor.data if tensor.device.type == "cpu" else None
+        self.memory: Tensor | None = tensor.data
+        if at_once or not is_told_by_storage(tensor):
+            self.keep_values()
         grad = tensor.grad if tensor.is_leaf else None
         self.grad_on_host = grad if grad is None or grad.device.type == "cpu" else None
         self.grad_values = None if grad is None else _host_copy(grad)
+
+    def keep_values(self) -> None:
+        """Clone the values, where they are not yet."""
+        if self.values is None:
+            assert self.memory is not None, "it goes once there are values"
+            self.values = _host_copy(self.memory)
+            self.memory = self.memory if self.device.type == "cpu" else None
 
     def take_gradient(self) -> None:
         if self.is_leaf:
             self.tensor.grad = None
 
     def restore(self, *, on_host_only: bool) -> None:
-        if self.on_host is not None or not on_host_only:
+        if self.memory is not None or not on_host_only:
             self._restore_values()
         if self.is_leaf:
             if not self.tensor.is_leaf:  # it was updated in place with something that has a gradient
@@ -106,18 +118,20 @@ class SavedTensor:
             self.tensor.requires_grad_(self.requires_grad)
 
     def _restore_values(self) -> None:
+        values = self.values
         with torch.no_grad():
-            if self.on_host is not None:
-                if not _is_same_memory(self.tensor, self.on_host):
-                    self.tensor.data = self.on_host
-                if _has_same_bits(self.tensor.data, self.values):
+            if self.memory is not None:
+                if not _is_same_memory(self.tensor, self.memory):
+                    self.tensor.data = self.memory
+                if values is None or _has_same_bits(self.tensor.data, values):
                     return  # what was not written to may be read-only, a file mapped into memory say
-            elif not self._is_as_found():
-                self.tensor.data = torch.empty_like(self.values, device=self.device)
-            _copy_into(self.tensor.data, self.values)
+            assert values is not None, "there are, or there is its memory"
+            if self.memory is None and not self._is_like(values):
+                self.tensor.data = torch.empty_like(values, device=self.device)
+            _copy_into(self.tensor.data, values)
 
-    def _is_as_found(self) -> bool:
-        tensor, values = self.tensor, self.values
+    def _is_like(self, values: Tensor) -> bool:
+        tensor = self.tensor
         return (tensor.device, tensor.dtype, tensor.shape) == (self.device, values.dtype, values.shape)
 
     def restore_gradient(self, *, on_host_only: bool) -> None:
@@ -221,6 +235,11 @@ class SavedValue:
         else:
             return copy.deepcopy(self.values) if self.copies_objects else self.values
         return original
+
+
+def is_told_by_storage(tensor: Tensor) -> bool:
+    """Whether what writes to it can be told by the storage: not for a sparse one, or one of a class of its own."""
+    return tensor.layout == torch.strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _is_same_memory(tensor: Tensor, other: Tensor) -> bool:

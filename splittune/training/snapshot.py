@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from splittune.cards import count_cards, kind_of_cards, module_of
 from splittune.training.reach import MAX_OBJECTS, Binding, Reached, reach
@@ -20,6 +22,7 @@ from splittune.training.saved import (
     SavedObject,
     SavedOptimizer,
     SavedTensor,
+    is_told_by_storage,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ class Snapshot:
         loader: what gives the batches.
         others: what else training may change, or reaches it by: a loss with parameters of its own, a step function.
         told: objects whose attributes are all kept by value, whatever they are.
+        at_once: copy the values of all parameters, buffers and tensors now. False for a job that is hardly ever written
+            to: those of one are copied when `before_use` is told of it, or something inside `watching` takes it.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Snapshot:
         *,
         others: Sequence[object] = (),
         told: Sequence[object] = (),
+        at_once: bool = True,
     ) -> None:
         found = reach((model, *([] if optimizer is None else [optimizer]), *told, *others))
         if not found.is_complete:
@@ -69,7 +75,13 @@ class Snapshot:
         tensors = [tensor for module in modules for tensor in _tensors_of(module)] + found.tensors
         self._bindings, self._containers = found.bindings, [SavedContainer(each) for each in found.containers]
         self._modules = [SavedModule(module) for module in modules]
-        self._tensors = [SavedTensor(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
+        each_once = {id(tensor): tensor for tensor in tensors}.values()
+        self._tensors = [SavedTensor(tensor, at_once=at_once) for tensor in each_once]
+        self._unkept: dict[int, list[SavedTensor]] = {}
+        """By storage, those whose values are not copied yet."""
+        for tensor in self._tensors:
+            if tensor.values is None:
+                self._unkept.setdefault(_storage_of(tensor.tensor), []).append(tensor)
         self._optimizers = [SavedOptimizer(each) for each in found.optimizers]
         stateful = {id(each): each for each in (*found.stateful, *(each for each in told if _is_plain(each)))}
         self._objects = [SavedObject(each) for each in stateful.values()]
@@ -77,6 +89,25 @@ class Snapshot:
         self._random = _SavedRandom(loader, found)
         for tensor in self._tensors:
             tensor.take_gradient()
+
+    def before_use(self, values: Iterable[Any]) -> None:
+        """Copy what is not copied yet of the tensors that an operation takes: these are its arguments."""
+        for value in values if self._unkept else ():
+            if isinstance(value, list | tuple):
+                self.before_use(value)
+            elif isinstance(value, Tensor) and is_told_by_storage(value):
+                for saved in self._unkept.pop(_storage_of(value), ()):
+                    saved.keep_values()
+
+    def keep_values(self) -> None:
+        """Copy all that is not copied yet: the job is about to be trained."""
+        for storage in list(self._unkept):
+            for saved in self._unkept.pop(storage):
+                saved.keep_values()
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Inside, no operation of torch's takes a tensor whose values are not copied; NumPy's are not seen."""
+        return _Watching(self.before_use) if self._unkept else nullcontext()
 
     def restore(self, *, on_host_only: bool = False) -> None:
         """Put everything back. Call it once what the trial left on the devices has been freed.
@@ -97,6 +128,19 @@ class Snapshot:
         """Put the gradients back as well: last of all, since they take device memory."""
         for tensor in self._tensors:
             tensor.restore_gradient(on_host_only=on_host_only)
+
+
+class _Watching(TorchDispatchMode):
+    """Tells of the arguments of each operation before it is run."""
+
+    def __init__(self, before_use: Callable[[Iterable[Any]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before_use = before_use
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._before_use((*args, *kwargs.values()))
+        return func(*args, **kwargs)
 
 
 class _SavedRandom:
@@ -136,6 +180,11 @@ def _parts_of(loader: Iterable[Any]) -> list[object]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     return list({id(part): part for part in parts if part is not None}.values())
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Its address, on the host or a card."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from splittune.checks import as_int
-from splittune.errors import ConfigError
+from splittune.errors import ConfigError, add_note
 from splittune.hardware import Hardware
 from splittune.parallel.base import SplitModule
 from splittune.training.call import Forward, ModelCall, call_for
@@ -85,13 +85,13 @@ class TrainingTask:
         self._check_options()
         self._check_optimizer()
 
-    def snapshot(self) -> Snapshot:
-        """The job as it is now, with what its functions reach and what `other_state` names."""
+    def snapshot(self, *, at_once: bool = True) -> Snapshot:
+        """The job as it is now, with what its functions reach and what `other_state` names: see `Snapshot`."""
         optimizer = self.optimizer if isinstance(self.optimizer, optim.Optimizer) else None
         factory = None if optimizer is not None else self.optimizer
         self._reached = None
         functions = (self.loss_fn, self.step_fn, factory, self.grad_scaler)
-        return Snapshot(self.model, optimizer, self.loader, others=functions, told=self.other_state)
+        return Snapshot(self.model, optimizer, self.loader, others=functions, told=self.other_state, at_once=at_once)
 
     def place_others(self, hardware: Hardware) -> None:
         """Have `hardware` account for the job's further models and optimizers as it does for the model's.
@@ -123,7 +123,11 @@ class TrainingTask:
         if self.optimizer is None:
             self._say_once("no optimizer was given: AdamW is assumed. Its state is twice the parameters' size.")
             return optim.AdamW(trainable)
-        made = self.optimizer(trainable)
+        try:
+            made = self.optimizer(trainable)
+        except Exception as error:
+            add_note(error, "splittune: the job's optimizer callable raised this, given the trainable parameters.")
+            raise
         if not isinstance(made, optim.Optimizer):
             raise ConfigError(
                 f"the optimizer callable returned a {type(made).__name__}: expected a torch.optim.Optimizer. "

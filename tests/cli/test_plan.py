@@ -31,6 +31,12 @@ class Loader(list):
     def __iter__(self):
         raise ZeroDivisionError("a bug of the user's own")
 
+class Unread(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        raise FileNotFoundError("no shard of the data set")
+
 class Stops(nn.Linear):
     """Waits to be interrupted as soon as a row is kept."""
     def forward(self, x):
@@ -50,8 +56,17 @@ def stops():
 def bad_loader():
     return TrainingTask(nn.Linear(4, 1), Loader(BATCHES))
 
+def bad_data():
+    return TrainingTask(nn.Linear(4, 1), torch.utils.data.DataLoader(Unread(), batch_size=4, num_workers=1))
+
+def bad_optimizer():
+    return TrainingTask(nn.Linear(4, 1), BATCHES, optimizer=lambda parameters: torch.optim.SGD(parameters, speed=1))
+
 def bad_constructor():
     raise ZeroDivisionError("a bug of the user's own")
+
+def no_weights():
+    return torch.load("no_weights.pt")
 
 def too_large():
     return TrainingTask(nn.Sequential(nn.Linear(4, 4096), nn.Linear(4096, 1024), nn.Linear(1024, 1)), BATCHES)
@@ -172,18 +187,45 @@ def test_sizes_are_numbers_with_commas_between() -> None:
         parse_sizes("٣")
 
 
-@pytest.mark.parametrize(("name", "code"), [("bad_loader", 3), ("bad_constructor", 2)])
-def test_the_users_own_exception_is_shown_with_its_line(name: str, code: int, run: Run, tmp_path: Path) -> None:
-    """Of loader or constructor; what an earlier command finished lies there untouched."""
+# job, exit code, its exception, its line, and the word that says which part of the job it was
+OWN = [
+    (
+        "bad_loader",
+        3,
+        "ZeroDivisionError: a bug of the",
+        'raise ZeroDivisionError("a bug',
+        "loader raised this when it",
+    ),
+    ("bad_data", 3, "FileNotFoundError: ", 'raise FileNotFoundError("no shard', "loader raised this when it"),
+    ("bad_optimizer", 3, "TypeError: ", "SGD(parameters, speed=1)", "optimizer callable raised this"),
+    (
+        "bad_constructor",
+        2,
+        "ZeroDivisionError: a bug of the",
+        'raise ZeroDivisionError("a bug',
+        "bad_constructor raised",
+    ),
+    ("no_weights", 2, "FileNotFoundError: ", 'torch.load("no_weights.pt")', "planned.py:no_weights raised"),
+]
+
+
+@pytest.mark.parametrize(("name", "code", "error", "line", "part"), OWN, ids=[own[0] for own in OWN])
+def test_the_users_own_exception_is_shown_with_its_line(
+    name: str, code: int, error: str, line: str, part: str, run: Run, tmp_path: Path
+) -> None:
+    """Of loader, data set, optimizer or constructor; what an earlier command finished lies there untouched."""
     command = ("--devices", "1xRTX3090", *FEW, "--out", "out")
     assert run("plan", "planned.py:make_task", *command).code == 0
     kept = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     ended = run("plan", f"planned.py:{name}", *command)
     assert ended.code == code
-    assert "ZeroDivisionError: a bug of the user's own" in ended.err
-    assert "planned.py" in ended.err
-    assert 'raise ZeroDivisionError("a bug' in ended.err
+    assert "Traceback" in ended.err
+    assert error in ended.err
+    assert line in ended.err
+    assert part in ended.err or (code == 3 and sys.version_info < (3, 11))  # which has no notes
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == kept
+    assert run("plan", f"planned.py:{name}", *command[:-1], "fresh").code == code
+    assert not list((tmp_path / "fresh").glob("**/*"))
 
 
 def test_an_interrupt_signal_writes_what_is_finished(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

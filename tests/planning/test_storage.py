@@ -74,8 +74,11 @@ def test_an_interrupted_plan_goes_on(tmp_path: Path, searched: list[int], monkey
         return tune(*arguments)
 
     monkeypatch.setattr(sweep, "tune", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as ended:
         sizes_planned(job(), storage, searched)
+    if sys.version_info >= (3, 11):
+        (note,) = ended.value.__notes__
+        assert f"1 of 2 searches were finished. They are kept in {str(storage)!r}: the same call goes on" in note
     found = sizes_planned(job(), storage, searched)
     assert 16 not in searched
     assert 48 in searched

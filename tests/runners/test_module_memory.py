@@ -50,6 +50,16 @@ def test_each_module_has_what_its_forward_keeps() -> None:
     assert type(facts).from_dict(facts.to_dict()) == facts
 
 
+def test_they_are_not_looked_at_where_nobody_asks() -> None:
+    """The parameters are told, and no forward is run."""
+    runner = ShapeRunner(job(Layers()), cards(), looks_at_modules=False)
+    try:
+        facts = runner.open(["output"])
+    finally:
+        runner.close()
+    assert {module.name: module.activation_bytes for module in facts.modules} == {"first": None, "second": None}
+
+
 def test_a_step_that_refuses_two_samples_loses_its_activations_alone() -> None:
     """The parameters are told all the same, and the search goes on."""
 

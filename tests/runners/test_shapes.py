@@ -18,7 +18,7 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.runners.in_process import InProcessRunner
 from splittune.runners.shapes import ShapeRunner
 from splittune.split import BatchSplit
-from splittune.training import TrainingTask
+from splittune.training import TrainingTask, saved
 from tests.runners.jobs import JOBS, mlp, vectors
 
 SPLITS = [
@@ -113,6 +113,46 @@ def test_what_the_jobs_functions_change_is_put_back() -> None:
         assert torch.equal(torch.get_rng_state(), torch_state)
         assert random.getstate() == python_state
         assert [type(each) for each in losses] == [Tensor]
+
+
+def test_what_the_jobs_functions_write_to_past_the_copy_is_put_back() -> None:
+    """The loader counts in a buffer of the model, and the step changes a parameter of the model that it closes over."""
+    model = mlp()
+    model.register_buffer("num_read", torch.zeros(1))
+    bias = model[0].bias
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    versions = []
+
+    class Counting(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> Any:
+            model.num_read.add_(1)
+            return torch.ones(6), index % 3
+
+    def step(given: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            bias.add_(1)
+        versions.append(bias._version)
+        return functional.cross_entropy(given(batch[0]), batch[1])
+
+    loader = torch.utils.data.DataLoader(Counting(), batch_size=16)
+    runner = ShapeRunner(TrainingTask(model, loader, step_fn=step), cards())
+    measured(runner)
+    assert runner.needs_values is None
+    assert model.num_read._version > 0
+    assert versions == list(range(versions[0], versions[0] + len(versions)))  # written to each time
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_a_model_that_is_only_read_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes no memory for the values of its job."""
+    copied = []
+    monkeypatch.setattr(saved, "_host_copy", copied.append)
+    assert {each.outcome for each in measured(ShapeRunner(TrainingTask(mlp(), vectors()), cards()))} == {Outcome.OK}
+    assert not copied
 
 
 def test_a_step_that_reads_a_value_goes_on_with_real_tensors(caplog: pytest.LogCaptureFixture) -> None:

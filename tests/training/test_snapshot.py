@@ -179,29 +179,34 @@ MUTATIONS = (
 )
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "watching"])
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd], ids=["AdamW", "SGD"])
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_whatever_a_trial_does_is_undone(
-    mutate: Callable[..., None], make_optimizer: Callable[[Any], optim.Optimizer]
+    mutate: Callable[..., None], make_optimizer: Callable[[Any], optim.Optimizer], at_once: bool
 ) -> None:
     """Everything a trial may do to the job is undone, to the bits and to which object is where."""
     model, optimizer, loader = job(make_optimizer)
     before = state_of(model, optimizer, loader)
-    snapshot = Snapshot(model, optimizer, loader)
-    mutate(model, optimizer, loader)
+    snapshot = Snapshot(model, optimizer, loader, at_once=at_once)
+    with snapshot.watching():
+        mutate(model, optimizer, loader)
     restore(snapshot)
     assert state_of(model, optimizer, loader) == before
 
 
-@given(rounds=st.lists(st.lists(st.sampled_from(MUTATIONS), max_size=3, unique=True), max_size=3))
-def test_a_snapshot_may_be_restored_any_number_of_times(rounds: list[list[Callable[..., None]]]) -> None:
+@given(
+    rounds=st.lists(st.lists(st.sampled_from(MUTATIONS), max_size=3, unique=True), max_size=3), at_once=st.booleans()
+)
+def test_a_snapshot_may_be_restored_any_number_of_times(rounds: list[list[Callable[..., None]]], at_once: bool) -> None:
     """After any number of trials that do anything in any order, each restore gives the same job."""
     model, optimizer, loader = job(adamw, num_steps=1)
     before = state_of(model, optimizer, loader)
-    snapshot = Snapshot(model, optimizer, loader)
+    snapshot = Snapshot(model, optimizer, loader, at_once=at_once)
     for mutations in [*rounds, []]:
         for mutate in mutations:
-            with suppress(RuntimeError, AttributeError):  # a trial that fails half-way is one more thing to undo
+            # a trial that fails half-way is one more thing to undo
+            with suppress(RuntimeError, AttributeError), snapshot.watching():
                 mutate(model, optimizer, loader)
         snapshot.restore()
     snapshot.restore_gradients()

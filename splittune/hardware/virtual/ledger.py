@@ -66,6 +66,8 @@ class _Operation(NamedTuple):
     name: str
     is_copy: bool
     is_composite: bool
+    is_view: bool
+    """Of its first argument, the only tensor that it takes."""
     is_empty: bool
     """It allocates and computes nothing."""
     writes: bool
@@ -127,6 +129,10 @@ class Ledger(TorchDispatchMode):
             out = func(*args, **kwargs)
             self._transfer(args[0], args[1])
             return out
+        if operation.is_view and args[0].layout is _STRIDED:
+            entry = self._entry(args[0].untyped_storage())
+            if entry is not None and not entry.is_guest:  # nothing is made, and nothing runs
+                return func(*args, **kwargs)
         inputs = _tensors_in((*args, *kwargs.values()))
         storages = [tensor.untyped_storage() for tensor in inputs]  # kept: `set_` may free one, and its id
         entries = [self._entry(storage) for storage in storages]
@@ -230,7 +236,8 @@ class Ledger(TorchDispatchMode):
         if entry is None:
             return None
         num_bytes = storage.nbytes()
-        if entry() is not storage:  # its address has been given to a new storage
+        if entry() is not storage:  # a new one has its address, by chance: the dead go in their own order
+            self.free_dead()
             self._release(entry)
             return None
         if entry.num_bytes != num_bytes:
@@ -336,10 +343,17 @@ def _operation(func: Any) -> _Operation:
         name=schema.name,
         is_copy=schema.name == "aten::copy_",
         is_composite=_HAS_KERNEL(func.name(), "CompositeImplicitAutograd"),
+        is_view=func.is_view and _takes_one_tensor(schema),
         is_empty=schema.name in _MEMORY_ONLY,
         writes=schema.is_mutable and torch.Tag.inplace_view not in func.tags,
         waits=not _READ_BY_HOST.isdisjoint(func.tags),
     )
+
+
+def _takes_one_tensor(schema: Any) -> bool:
+    """Whether that is its first argument."""
+    first, *others = [str(argument.type) for argument in schema.arguments]
+    return first == "Tensor" and not any("Tensor" in other for other in others)
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:

@@ -268,4 +268,7 @@ def _for_each_head(query: torch.Tensor, *shared: torch.Tensor) -> list[torch.Ten
     The formula of torch 2.9 refuses groups.
     """
     num_heads = query.shape[1]
-    return [torch.empty((each.shape[0], num_heads, *each.shape[2:]), device="meta") for each in shared]
+    return [
+        each if each.shape[1] == num_heads else torch.empty((each.shape[0], num_heads, *each.shape[2:]), device="meta")
+        for each in shared
+    ]

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from splittune.errors import SplittuneError
+from splittune.errors import JobError, SplittuneError
 
 
 class RaisedInWorkerError(Exception):
@@ -21,7 +21,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     """
     raised: BaseException | None = error
     if isinstance(error, SplittuneError):
-        raised = None if isinstance(error.__cause__, SplittuneError | OSError) else error.__cause__
+        said = SplittuneError if isinstance(error, JobError) else (SplittuneError, OSError)
+        raised = None if isinstance(error.__cause__, said) else error.__cause__
     return {
         "kinds": [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__],
         "text": str(error),

@@ -118,6 +118,20 @@ def test_an_id_that_is_used_again_is_not_taken_for_its_first_owner():
     assert kib(ledger) == [0, 0]  # and it is not freed twice
 
 
+def test_what_died_is_freed_in_order_whoever_gets_its_address(monkeypatch):
+    """Which of two dead storages a new one takes the place of is chance, and the older is freed first all the same."""
+    ledger, freed = ledger_of(), []
+    monkeypatch.setattr(ledger, "free", lambda _device, block: freed.append(block.size / KIB))
+    ledger.own(older := ones(1), 0)
+    ledger.own(younger := ones(2), 0)
+    stale = ledger._owned.pop(id(younger.untyped_storage()))
+    del younger, older
+    fresh = ones(1)
+    ledger._owned[id(fresh.untyped_storage())] = stale
+    assert ledger.owner_of(fresh) is None
+    assert freed == [1, 2]
+
+
 def test_running_out_of_memory_is_raised_by_the_very_operation():
     """What fits goes on; the error is torch's own, and says which card, how much was asked and how much there is."""
     ledger = ledger_of(GIB, 30 * MIB)

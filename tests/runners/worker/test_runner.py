@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from splittune import BatchSplit, ConfigError, Measurement, Outcome, WorkerError, autotune
+from splittune import BatchSplit, ConfigError, JobError, Measurement, Outcome, WorkerError, autotune
 from splittune.hardware import resolve_hardware
 from splittune.options import SearchOptions
 from splittune.report.progress import SilentCallback
@@ -410,7 +410,7 @@ def test_three_deaths_in_a_row_stop_the_search(folder: Path, tried: Tried) -> No
     ("target", "error", "match"),
     [
         ("job.py:killed_when_made", WorkerError, "could not make the job: the worker ended with exit code 3"),
-        ("unguarded.py:make_task", ConfigError, "importing unguarded.py raised.*tunes it when it is imported"),
+        ("unguarded.py:make_task", JobError, "importing unguarded.py raised.*tunes it when it is imported"),
     ],
 )
 def test_a_job_that_cannot_be_made_is_refused_at_once(target: str, error: type[Exception], match: str) -> None:
@@ -481,11 +481,14 @@ def test_an_error_arrives_as_it_was(error: BaseException) -> None:
 
 
 def test_behind_an_error_of_ours_stands_the_users() -> None:
-    """A ConfigError brings the traceback of what a job raised, but not its own: its message says all."""
-    error = error_of(ConfigError, "job.py:make raised", cause=error_of(ZeroDivisionError, "the user's"))
-    arrived = rebuild_error(describe_error(error))
-    assert "ZeroDivisionError: the user's" in str(arrived.__cause__)
-    assert "ConfigError" not in str(arrived.__cause__)
+    """A JobError brings the traceback of what a job raised, but not its own: its message says all."""
+    for kind in (ZeroDivisionError, FileNotFoundError):
+        error = error_of(JobError, "job.py:make raised", cause=error_of(kind, "the user's"))
+        arrived = rebuild_error(describe_error(error))
+        assert f"{kind.__name__}: the user's" in str(arrived.__cause__)
+        assert "JobError" not in str(arrived.__cause__)
+    ours = error_of(ConfigError, "cannot write", cause=error_of(FileNotFoundError, "no such folder"))
+    assert rebuild_error(describe_error(ours)).__cause__ is None
 
 
 # the tuner's own end
