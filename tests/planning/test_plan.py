@@ -20,7 +20,7 @@ def test_given_splits_are_foretold_in_their_order() -> None:
     """On each machine; one that does not fit has no times, and says which card lacks how much."""
     splits = [
         BatchSplit(global_batch_size=16, accumulation_steps=2, shard_sizes=(3, 5)),
-        BatchSplit(global_batch_size=2**23, accumulation_steps=1, shard_sizes=(2**22, 2**22)),
+        BatchSplit(global_batch_size=2**22, accumulation_steps=1, shard_sizes=(2**21, 2**21)),
     ]
     found = plan(job(), ["2xT400-4GB", "2xA100-80GB"], splits=splits, progress=False).measurements
     assert [each.split for each in found] == splits * 2
