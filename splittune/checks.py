@@ -29,6 +29,13 @@ def checked_int(what: str, value: object, *, at_least: int) -> int:
     return number
 
 
+def check_limits(max_trials: object, timeout_s: object) -> None:
+    """Refuse limits of a search other than an integer of at least 1, and seconds above 0 or None."""
+    checked_int("max_trials", max_trials, at_least=1)
+    if timeout_s is not None and not (isinstance(timeout_s, Real) and float(timeout_s) > 0):
+        raise ConfigError(f"timeout_s is {short_repr(timeout_s)}: expected seconds above 0, or None for no limit.")
+
+
 def check_str(what: str, value: object) -> None:
     """Refuse anything but a string that is not empty."""
     if not isinstance(value, str) or not value:

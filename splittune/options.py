@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from reprlib import repr as short_repr
 from typing import Literal, get_args
 
-from splittune.checks import checked_int
+from splittune.checks import check_limits, checked_int
 from splittune.config.data import Strategy
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import LossPlacement
@@ -59,6 +59,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", checked_int("seed", self.seed, at_least=0))
+        check_limits(self.max_trials, self.timeout_s)
         if self.shares not in get_args(SharesChoice):
             raise ConfigError(f"shares is {self.shares!r}: expected one of {get_args(SharesChoice)}.")
         if self.sampler not in SAMPLER_NAMES:

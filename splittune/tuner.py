@@ -30,7 +30,7 @@ from splittune.profiling.drift import anchored
 from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import LossPlacement, Measurement
 from splittune.report import TuneResult
-from splittune.report.progress import callback_for
+from splittune.report.progress import callback_for, lines_for
 from splittune.report.state_parts import model_bytes_of
 from splittune.runners.base import DeviceSnapshot, JobFacts, Runner
 from splittune.runners.in_process import InProcessRunner
@@ -216,7 +216,7 @@ def autotune(
                     trial_timeout_s=trial_timeout_s,
                 )
             )
-            result = add_advice(result, job, options, say=callback_for(progress).on_activity)
+            result = add_advice(result, job, options, say=lines_for(progress))
     for note in result.notes:  # a script that goes straight on to training shows nothing of the result
         logger.warning(note)
     return result

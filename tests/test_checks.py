@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from splittune.checks import as_int, check_str, checked_int, positive_or_none
 from splittune.errors import ConfigError
+from splittune.options import SearchOptions
 
 KINDS = [int, np.int8, np.uint16, np.int64, np.array, torch.tensor]
 
@@ -64,3 +65,19 @@ def test_a_number_that_is_not_finite_and_above_0_is_refused(value: Any) -> None:
     """A rate or a time that cannot be."""
     with pytest.raises(ConfigError, match=r"^rate is .*: expected a finite number above 0"):
         positive_or_none("rate", value)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"max_trials": 0}, "max_trials is 0: expected an integer of at least 1"),
+        ({"timeout_s": 0}, "timeout_s is 0: expected seconds above 0, or None"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan"),
+        ({"timeout_s": "60"}, "timeout_s is '60'"),
+    ],
+)
+def test_limits_of_a_search_are_refused_with_its_options(limits: dict[str, Any], said: str) -> None:
+    """Before a job is made or a trial is run."""
+    SearchOptions(max_trials=1, timeout_s=0.5)
+    with pytest.raises(ConfigError, match=said):
+        SearchOptions(**limits)

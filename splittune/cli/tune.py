@@ -179,9 +179,11 @@ def _show_end(result: TuneResult, out: Path, *, verbose: bool) -> None:
     """Show the result, and how to train under it."""
     show_result(result, console, verbose=verbose)
     say(f"\nSaved in {out}: split.json, report.html (open it in a browser), trials.csv, devices.csv,")
-    say(f"explanation.txt, result.json{', advice.csv' if result.advice else ''}. To train:")
+    is_virtual = result.config.virtual_spec is not None
+    where = " on real cards" if is_virtual else ""  # without their names the config trains on the virtual ones again
+    say(f"explanation.txt, result.json{', advice.csv' if result.advice else ''}. To train{where}:")
     say(f'    config = splittune.SplitConfig.load("{out / "split.json"}")')
-    say_how_to_wrap(result.config.strategy)
+    say_how_to_wrap(result.config.strategy, "cuda:0" if is_virtual else None)
     show_notes(result, console)
 
 

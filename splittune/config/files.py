@@ -60,6 +60,8 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
     """Make `folder` and try it, before hours are spent on what is to be written there.
 
     Raises:
-        ConfigError: it cannot be made or written to.
+        ConfigError: it cannot be made or written to, or is a file.
     """
+    if Path(folder).is_file():
+        raise ConfigError(f"{os.fspath(folder)} is a file: expected a folder to write to. Name another one.")
     write_atomically(Path(folder) / ".writable", "").unlink()

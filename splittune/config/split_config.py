@@ -98,7 +98,8 @@ class SplitConfig(ConfigData):
             )
         if ddp_options:
             raise ConfigError(
-                f"got ddp_options={ddp_options!r} for strategy='dp', which is no DistributedDataParallel."
+                f"got ddp_options={ddp_options!r} for strategy='dp', which is no DistributedDataParallel: expected "
+                'none. Leave them out, or train in ranks, dataclasses.replace(config, strategy="ddp").'
             )
         hardware = self.resolve(devices, hardware)
         warn_of_other_devices(self, hardware.devices, is_modelled=hardware.is_modelled)

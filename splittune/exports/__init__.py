@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterable
 
@@ -30,10 +31,7 @@ def export_config(
     Raises:
         ConfigError: an unknown tool, or one that cannot express the config; the message says what comes nearest.
     """
-    exporter = _EXPORTERS.get(to)
-    if exporter is None:
-        raise ConfigError(f"no tool is called {to!r}: expected one of {', '.join(TOOLS)}.")
-    return exporter(config, trials, config_path)
+    return _exporter_to(to)(config, trials, config_path)
 
 
 def export_saved(path: str | os.PathLike[str], to: str) -> Export:
@@ -44,9 +42,16 @@ def export_saved(path: str | os.PathLike[str], to: str) -> Export:
     Raises:
         ConfigError: no config there, one of a newer schema, a broken table, or what `export_config` raises.
     """
-    if to not in TOOLS:  # before anything is read
-        raise ConfigError(f"no tool is called {to!r}: expected one of {', '.join(TOOLS)}.")
+    exporter = _exporter_to(to)  # before anything is read
     file = config_file_in(path)
     config = ConfigData.load(file)
     trials = read_trials(file.parent / TRIALS_FILE)
-    return export_config(config, to, trials=trials, config_path=file.as_posix())
+    return exporter(config, trials, file.as_posix())
+
+
+def _exporter_to(tool: str) -> _Exporter:
+    if tool not in _EXPORTERS:
+        near = difflib.get_close_matches(tool.lower(), TOOLS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"no tool is called {tool!r}: expected one of {', '.join(TOOLS)}.{hint}")
+    return _EXPORTERS[tool]

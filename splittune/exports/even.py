@@ -108,8 +108,8 @@ def _none_measured(winner: BatchSplit, trials: Sequence[TriedSplit]) -> str:
         nearest = f"{above}" if below == 0 else f"{below} or {above}"
         return (
             f"{start}: expected a global batch that {devices} devices divide evenly, and {batch} / {devices} leaves "
-            f"{batch % devices}. Rounding would train another batch. The nearest batch sizes that have an even split "
-            f"are {nearest}: tune for one of them, or export to torchrun, which takes any shares."
+            f"{batch % devices}. Rounding would train another batch. The nearest that has an even split is "
+            f"{nearest}: tune for that, or export to torchrun, which takes any shares."
         )
     whole = batch // devices
     legal = [(whole // steps, steps) for steps in range(1, whole + 1) if whole % steps == 0]

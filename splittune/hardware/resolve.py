@@ -53,7 +53,7 @@ def _all_visible() -> CudaHardware:
     num_visible = count_visible_devices()
     if num_visible == 0:
         raise DeviceError(
-            f"{describe_visible_devices()}: expected at least one to tune on. "
+            f"{describe_visible_devices()}: expected at least one CUDA device to tune on. "
             'To plan without one, pass virtual GPUs, such as devices="4xRTX3090".'
         )
     refuse_several_instances_in_environment()

@@ -77,9 +77,7 @@ def checked_request(
         hardware=tuple(cards for _, cards in each),
         global_batch_sizes=checked_sizes(global_batch_sizes, hardware),
         splits=None if splits is None else _splits(splits, hardware),
-        options=SearchOptions(
-            min_headroom_bytes=min_headroom_bytes, max_trials=checked_int("max_trials", max_trials, at_least=1)
-        ),
+        options=SearchOptions(min_headroom_bytes=min_headroom_bytes, max_trials=max_trials),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from splittune.profiling.measurement import Outcome
 from splittune.report.memory_parts import MemoryParts, memory_parts
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ LARGE_PART = 0.25
 SMALL_PART = 0.05
 # Of a card's memory: cards that differ by less are called alike, and evenly filled. A choice.
 LEVEL_FRACTION = 0.05
+# Of what others leave of each card: where so much stays free, memory was in no split's way. A choice.
+AMPLE_PART = 0.5
 
 
 class Remedy(str, Enum):
@@ -114,6 +117,9 @@ class Diagnosis:
     """The device with the most headroom."""
     are_level: bool
     """Whether several devices are alike and filled alike, so that none stands out."""
+    is_ample: bool
+    """Whether memory was in no split's way: the batch fits in one step, evenly spread, no trial lacked memory, and
+    at the best split at least half of what others leave of every card stays free."""
     is_mostly_others: bool
     """Whether others hold more of the fullest device than this job does."""
     parts: MemoryParts | None
@@ -153,6 +159,7 @@ def diagnose(
         fullest=fullest,
         emptiest=headrooms.index(max(headrooms)) if headrooms else None,
         are_level=are_level,
+        is_ample=_is_ample(trials, best, baseline),
         is_mostly_others=fullest is not None and _is_mostly_others(best.memory[fullest]),
         parts=parts,
         gain=_gain(best, baseline),
@@ -256,6 +263,15 @@ def _unsteady(trials: Sequence[Trial], best: Measurement) -> UnsteadyMemory | No
     ]
     risky = [each for each in found if each.changed_bytes > each.least_headroom_bytes]
     return max(risky, key=lambda each: each.changed_bytes - each.least_headroom_bytes, default=None)
+
+
+def _is_ample(trials: Sequence[Trial], best: Measurement, baseline: Measurement | None) -> bool:
+    if baseline is None or baseline.split.accumulation_steps > 1 or not best.memory:
+        return False
+    lacking = (Outcome.OUT_OF_MEMORY, Outcome.NO_HEADROOM)
+    return all(trial.measurement.outcome not in lacking for trial in trials) and all(
+        memory.headroom_bytes >= AMPLE_PART * (memory.total_bytes - memory.outside_bytes) for memory in best.memory
+    )
 
 
 def _is_mostly_others(memory: DeviceMemory) -> bool:

@@ -50,7 +50,9 @@ def paragraph_of(diagnosis: Diagnosis) -> str:
 
 def facts_of(diagnosis: Diagnosis) -> tuple[str, ...]:
     """The two facts that matter most, a sentence each: what fills the fullest, what was bought."""
-    if diagnosis.parts is None or diagnosis.are_level:
+    if diagnosis.is_ample:
+        fullest = _ample(diagnosis)
+    elif diagnosis.parts is None or diagnosis.are_level:
         fullest = paragraph_of(diagnosis)
     else:
         fullest = _in_short(diagnosis, diagnosis.parts)
@@ -59,8 +61,8 @@ def facts_of(diagnosis: Diagnosis) -> tuple[str, ...]:
 
 
 def remedy_of(diagnosis: Diagnosis) -> str:
-    """The remedy that fits best, as a clause in the imperative; empty where none is known."""
-    return _remedy(diagnosis, diagnosis.advice[0]) if diagnosis.advice else ""
+    """The remedy that fits best, as a clause in the imperative; empty where none is known, or memory is ample."""
+    return _remedy(diagnosis, diagnosis.advice[0]) if diagnosis.advice and not diagnosis.is_ample else ""
 
 
 def risks_of(diagnosis: Diagnosis) -> tuple[str, ...]:
@@ -178,6 +180,17 @@ def _advice(diagnosis: Diagnosis) -> str:
 # in short
 
 
+def _ample(diagnosis: Diagnosis) -> str:
+    """That memory is not what decides, and what the fullest device has left."""
+    memory = diagnosis.best.memory[diagnosis.fullest or 0]
+    left, total = format_bytes(memory.headroom_bytes), format_bytes(memory.total_bytes)
+    evenly = ", evenly spread" if len(diagnosis.best.memory) > 1 else ""
+    return (
+        f"Memory does not limit it: the batch fits in one step{evenly}, and the fullest card, GPU {memory.device}, has "
+        f"{left} of {total} left."
+    )
+
+
 def _in_short(diagnosis: Diagnosis, parts: MemoryParts) -> str:
     """What fills the fullest device: other programs, or what of this job."""
     memory = diagnosis.best.memory[parts.device]
@@ -218,7 +231,10 @@ def _gain_in_short(diagnosis: Diagnosis) -> str:
 
 def _unused(diagnosis: Diagnosis) -> str:
     unused = [device for device, shard in enumerate(diagnosis.best.split.shard_sizes) if shard == 0]
-    return f"{gpus(unused)} takes no samples: no split that uses it was found to be faster." if unused else ""
+    if not unused:
+        return ""
+    takes, it = ("takes", "it") if len(unused) == 1 else ("take", "them")
+    return f"{gpus(unused)} {takes} no samples: no split that uses {it} was found to be faster."
 
 
 # the remedies

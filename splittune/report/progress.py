@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,17 +29,24 @@ _SHAPES = "accumulation steps x samples per GPU"
 HEADER = f"trial  {_SHAPES}  samples/s  least memory left"
 
 
-def callback_for(progress: bool, console: Console | None = None) -> ConsoleCallback | SilentCallback:
-    """A callback on standard error, so that standard output stays the caller's; silent for False.
+def callback_for(progress: bool) -> ConsoleCallback | SilentCallback:
+    """A callback on standard error, so that standard output stays the caller's; silent for False."""
+    return ConsoleCallback(callers_console()) if progress else SilentCallback()
 
-    Notebooks get plain lines on standard output: they show the other one as if something were
-    wrong.
-    """
+
+def lines_for(progress: bool) -> Callable[[str], None]:
+    """Prints lines where `callback_for` shows a search, in a terminal as elsewhere; nothing for False."""
     if not progress:
-        return SilentCallback()
-    if console is None and Console().is_jupyter:
-        console = Console(force_jupyter=False, force_terminal=False, width=160)
-    return ConsoleCallback(console or Console(stderr=True))
+        return lambda _: None
+    console = callers_console()
+    return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def callers_console() -> Console:
+    """Standard error; in a notebook plain lines on standard output, for it shows the other one as an error."""
+    if Console().is_jupyter:
+        return Console(force_jupyter=False, force_terminal=False, width=160)
+    return Console(stderr=True)
 
 
 def describe_trial(trial: Trial) -> str:

@@ -17,6 +17,7 @@ from splittune.advice.case import Case, Finding, Remedy, rule
 from splittune.advice.job import Change
 from splittune.advice.remedies import REMEDIES
 from splittune.advice.remedies.cards import FEWER_CARDS, OTHER_GPU0
+from splittune.advice.remedies.rules import OPTIMIZER
 from splittune.advice.trials import Budget, Trials
 from splittune.demo import byte_gpt
 from splittune.hardware import resolve_hardware
@@ -118,8 +119,12 @@ def test_saved_with_the_result_and_shown_in_its_report(advised: TuneResult, foun
     assert "What else would help" not in (tmp_path / "report.html").read_text()
 
 
-def test_the_job_is_as_it_was_found() -> None:
-    """Weights, gradients, optimizer state, random numbers and autocast of the task are what they were."""
+def test_the_job_is_as_it_was_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, gradients, optimizer state, random numbers and autocast of the task are what they were.
+
+    Meanwhile a terminal shows which remedy is tried.
+    """
+    monkeypatch.setenv("FORCE_COLOR", "1")
     job = mlp()._asdict()
     model, optimizer = job["model"], torch.optim.AdamW(job["model"].parameters())
     x, y = next(iter(job["loader"]))
@@ -127,9 +132,22 @@ def test_the_job_is_as_it_was_found() -> None:
     optimizer.step()
     job = job | {"optimizer": optimizer}
     before = state_of(model, optimizer, job["loader"])
-    result = autotune(**job, devices="2xT400-4GB", max_trials=2, progress=False, advise=True)
+    result = autotune(**job, devices="2xT400-4GB", max_trials=2, advise=True)
+    assert "\nadvice 1 of " in capsys.readouterr().err
     assert sum(row.num_trials for row in result.advice) > 0
     assert state_of(model, optimizer, job["loader"]) == before
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_what_an_optimizer_has_already_is_not_advised(task: TrainingTask, found: TuneResult, is_fused: bool) -> None:
+    """One that is fused is not told to be; the sentences are whole either way."""
+    optimizer = torch.optim.AdamW(task.model.parameters(), fused=is_fused)
+    slow = replace(found.best, update_times_s=(1.0,), micro_step_times_s=(1.0,), whole_step_times_s=())
+    looked_at = replace(found, best=slow, trials=())
+    job = job_of(replace(task, optimizer=optimizer))
+    said = advise(looked_at, job, SearchOptions(), remedies=[OPTIMIZER]).advice[-1].finding
+    assert ("fused=True" in said) != is_fused
+    assert f"at most. {'ZeroRedundancyOptimizer' if is_fused else 'fused=True (Adam'}" in said
 
 
 @pytest.mark.parametrize("error", [ValueError("the user's own"), torch.OutOfMemoryError("CUDA out of memory")])

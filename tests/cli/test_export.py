@@ -36,7 +36,7 @@ def test_what_cannot_be_exported_is_said(run: Run) -> None:
     ended = run("export", "odd", "--to", "accelerate")
     assert ended.code == 2
     assert "expected a global batch that 2 devices divide evenly" in ended.error
-    assert "are 8 or 10" in ended.error
+    assert "is 8 or 10" in ended.error
     assert run("export", "odd", "--to", "torchrun").code == 0, "which takes any shares"
     trials, config = Path("odd/trials.csv"), Path("odd/split.json")
     trials.write_text(trials.read_text()[:-9])

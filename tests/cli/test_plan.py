@@ -151,7 +151,7 @@ def test_nothing_that_fits_exits_with_1(run: Run, tmp_path: Path) -> None:
         (("--devices", "1xRTX3090", "--global-batch-size", "0"), "got '0', expected whole numbers of at least 1"),
         (("--devices", "1xRTX3090", "--global-batch-size", "8,-4,,x"), "got '-4', '', 'x', expected"),
         (("--devices", "1xRTX3090", "--global-batch-size", "8,8"), "names 8 twice"),
-        (("--devices", "1xRTX3090", "--out", "planned.py"), "cannot write planned.py"),
+        (("--devices", "1xRTX3090", "--out", "planned.py"), "planned.py is a file: expected a folder"),
         (("--devices", "1xRTX3090", "--storage", "planned.py"), "storage 'planned.py' cannot be used"),
         (("--devices", "1xRTX3090", "--strategy", "DDP"), "Did you mean 'ddp'"),
         (("--devices", "65xRTX3090", "--strategy", "either"), "expected 1 to 64"),

@@ -39,6 +39,8 @@ def test_tune_writes_what_training_needs(run: Run, tmp_path: Path) -> None:
     with (tmp_path / "made/here/devices.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2 * len(trials)
     assert 'SplitConfig.load("made/here/split.json")' in ended.out
+    assert "To train on real cards:" in ended.out
+    assert 'model = config.wrap(model, devices=["cuda:0", ...])' in ended.out
     assert "modelled" in ended.out
     assert ended.out.splitlines()[-1].startswith("note: the search ended at its limit of trials (--max-trials)")
 

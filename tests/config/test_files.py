@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from splittune.config import SplitConfig
-from splittune.config.files import write_atomically
+from splittune.config.files import check_writable, write_atomically
 from splittune.errors import ConfigError
 from splittune.report.tables import save_csv, trials_table
 from splittune.search import Trial
@@ -176,3 +176,12 @@ def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
         assert replace(SplitConfig.load(path), seed=0) == replace(CONFIG, seed=0)
     write_atomically(path, "done")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_where_a_folder_is_expected_is_called_one(tmp_path: Path) -> None:
+    """The path that was given stands in the message, and not one below it."""
+    (tmp_path / "split").touch()
+    with pytest.raises(ConfigError, match=r"split is a file: expected a folder to write to\. Name another one"):
+        check_writable(tmp_path / "split")
+    check_writable(tmp_path / "made" / "for it")
+    assert list((tmp_path / "made" / "for it").iterdir()) == []

@@ -116,8 +116,11 @@ def test_what_ran_out_of_memory_is_no_even_split_to_export(tmp_path: Path) -> No
 def test_a_batch_that_no_even_split_makes_is_never_rounded() -> None:
     """65 samples on 2 devices: the nearest batch sizes are named."""
     config = config_of(2, split=BatchSplit.even(global_batch_size=65, accumulation_steps=1, num_devices=2))
-    with pytest.raises(ConfigError, match=r"65 / 2 leaves 1.* 64 or 66"):
+    with pytest.raises(ConfigError, match=r"65 / 2 leaves 1.* nearest .* even split is 64 or 66: tune for that"):
         config.export("deepspeed")
+    few = config_of(4, split=BatchSplit(global_batch_size=2, accumulation_steps=1, shard_sizes=(2, 0, 0, 0)))
+    with pytest.raises(ConfigError, match=r"2 / 4 leaves 2.* nearest that has an even split is 4: tune for that"):
+        few.export("deepspeed")
 
 
 @given(data=st.data())
@@ -372,6 +375,8 @@ def test_a_tool_that_nobody_knows_is_refused(folder: Path) -> None:
     """With those that there are."""
     with pytest.raises(ConfigError, match="no tool is called 'horovod': expected one of torchrun, lightning"):
         export_saved(folder, "horovod")
+    with pytest.raises(ConfigError, match=r"no tool is called 'DeepSped': .*Did you mean 'deepspeed'\?"):
+        export_saved(folder, "DeepSped")
 
 
 def test_nothing_is_written_over_without_force(folder: Path) -> None:

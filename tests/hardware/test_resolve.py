@@ -43,7 +43,8 @@ def test_none_without_a_card_points_to_virtual_gpus(cards):
     with pytest.raises(DeviceError) as caught:
         resolve_hardware(None)
     assert str(caught.value).endswith(
-        'expected at least one to tune on. To plan without one, pass virtual GPUs, such as devices="4xRTX3090".'
+        "expected at least one CUDA device to tune on. "
+        'To plan without one, pass virtual GPUs, such as devices="4xRTX3090".'
     )
     assert "built without CUDA" in str(caught.value) or "no CUDA device is visible" in str(caught.value)
 

@@ -20,7 +20,7 @@ def test_given_splits_are_foretold_in_their_order() -> None:
     """On each machine; one that does not fit has no times, and says which card lacks how much."""
     splits = [
         BatchSplit(global_batch_size=16, accumulation_steps=2, shard_sizes=(3, 5)),
-        BatchSplit(global_batch_size=2**23, accumulation_steps=1, shard_sizes=(2**22, 2**22)),
+        BatchSplit(global_batch_size=2**22, accumulation_steps=1, shard_sizes=(2**21, 2**21)),
     ]
     found = plan(job(), ["2xT400-4GB", "2xA100-80GB"], splits=splits, progress=False).measurements
     assert [each.split for each in found] == splits * 2
@@ -109,10 +109,10 @@ def test_what_cannot_be_used_is_refused_before_any_work(
 def test_a_folder_that_cannot_be_written_to_is_found_out_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A storage below a file is refused, with the reason that the system gives."""
+    """A storage below a file is refused."""
     monkeypatch.setattr(sys.modules["splittune.planning.sweep"], "ShapeRunner", None)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot write .*file.*(File exists|Not a directory)"):
+    with pytest.raises(ConfigError, match=r"file is a file: expected a folder to write to"):
         plan(job(), "2xT400-4GB", storage=tmp_path / "file" / "plan.json", **SMALL)
 
 

@@ -113,16 +113,16 @@ def test_given_splits_are_rows_in_their_order(tmp_path: Path) -> None:
     """Of each machine: what they take, and of one that does not fit what it lacks; nothing is put beside them."""
     splits = [
         BatchSplit(global_batch_size=16, accumulation_steps=2, shard_sizes=(3, 5)),
-        BatchSplit(global_batch_size=2**23, accumulation_steps=1, shard_sizes=(2**22, 2**22)),
+        BatchSplit(global_batch_size=2**22, accumulation_steps=1, shard_sizes=(2**21, 2**21)),
     ]
     found = plan(job(), ["2xT400-4GB", "2xA100-80GB"], splits=splits, progress=False)
     found.save(tmp_path)
     rows = rows_in(tmp_path)
     assert [(row["devices"], row["shard_sizes"], row["fits"]) for row in rows] == [
         ("2xT400-4GB", "3+5", "True"),
-        ("2xT400-4GB", "4194304+4194304", "False"),
+        ("2xT400-4GB", "2097152+2097152", "False"),
         ("2xA100-80GB", "3+5", "True"),
-        ("2xA100-80GB", "4194304+4194304", "True"),
+        ("2xA100-80GB", "2097152+2097152", "True"),
     ]
     assert "T400-4GB" in rows[1]["message"]
     assert {row["even_fits"] for row in rows} == {row["largest_micro_batch_size"] for row in rows} == {""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,6 +108,13 @@ def with_sgd() -> TrainingTask:
     return job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
 
+@pytest.fixture(scope="module")
+def first_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
+    """A storage with one row, and the plan that it is of."""
+    storage = tmp_path_factory.mktemp("first") / "plan.json"
+    return storage, plan(job(), MACHINE, global_batch_sizes=[16], storage=storage, **SMALL)
+
+
 @pytest.mark.parametrize(
     ("changed", "options"),
     [
@@ -122,11 +130,14 @@ def with_sgd() -> TrainingTask:
     ids=["width", "operation", "loss", "optimizer", "autocast", "headroom", "trials", "machine"],
 )
 def test_another_job_is_not_answered_from_the_storage(
-    changed: Callable[[], TrainingTask], options: dict[str, Any], tmp_path: Path, searched: list[int]
+    changed: Callable[[], TrainingTask],
+    options: dict[str, Any],
+    first_plan: tuple[Path, Plan],
+    tmp_path: Path,
+    searched: list[int],
 ) -> None:
     """Whatever changes memory, time or the search is another row, in the same file; the first job's rows stay."""
-    storage = tmp_path / "plan.json"
-    kept = sizes_planned(job(), storage, searched, global_batch_sizes=[16])
+    storage, kept = Path(shutil.copy(first_plan[0], tmp_path)), first_plan[1]
     sizes_planned(changed(), storage, searched, global_batch_sizes=[16], **options)
     assert 16 in searched
     assert sizes_planned(job(), storage, searched, global_batch_sizes=[16]) == kept

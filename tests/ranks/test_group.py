@@ -47,7 +47,7 @@ def test_one_process_keeps_its_loader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_of_ranks_are_refused_in_one_process() -> None:
     """What would be ignored is not taken in silence."""
-    with pytest.raises(ConfigError, match=r"got ddp_options=.*strategy='dp'"):
+    with pytest.raises(ConfigError, match=r"got ddp_options=.*strategy='dp'.*expected none\. Leave them out"):
         config_of(2, "dp").wrap(nn.Linear(1, 1), ddp_options={"static_graph": True})
 
 

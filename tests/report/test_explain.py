@@ -118,6 +118,38 @@ def test_an_even_winner_claims_nothing() -> None:
     assert "smaller share" not in paragraph(job, 16, 16, 16, baseline=job.run(16, 16, 16))
 
 
+# where memory is not what decides
+
+
+def test_where_memory_is_ample_it_is_said_and_nothing_is_advised() -> None:
+    """The batch fits in one step and every card stays half empty: no remedy would gain anything."""
+    job = Job(totals=(1000, 2000, 2000))
+    found = job.diagnosis(4, 22, 22, baseline=job.run(16, 16, 16))
+    assert found.advice
+    assert remedy_of(found) == ""
+    assert facts_of(found)[0] == (
+        "Memory does not limit it: the batch fits in one step, evenly spread, and the fullest card, GPU 0, has "
+        "957.0 MiB of 1000.0 MiB left."
+    )
+
+
+def test_where_memory_may_decide_it_is_not_called_ample() -> None:
+    """More steps, no even split, a trial that lacked memory, or a card that is more than half full."""
+    job = Job(totals=(1000, 2000, 2000))
+    best, even = job.run(4, 22, 22), job.run(16, 16, 16)
+    lacking = job.run(0, 24, 24, outcome=Outcome.NO_HEADROOM)
+    full = Job(totals=(80, 2000, 2000))
+    cases = [
+        diagnose(trials_of(best), best, None, job.devices(), is_modelled=False),
+        diagnose(trials_of(best), best, job.run(8, 8, 8), job.devices(), is_modelled=False),
+        diagnose(trials_of(best, lacking), best, even, job.devices(), is_modelled=False),
+        diagnose(trials_of(best), replace(best, memory=()), even, job.devices(), is_modelled=False),
+        full.diagnosis(4, 22, 22, baseline=full.run(16, 16, 16)),
+    ]
+    assert [case.is_ample for case in cases] == [False] * 5
+    assert diagnose(trials_of(best), best, even, job.devices(), is_modelled=False).is_ample
+
+
 # the paragraph
 
 
@@ -201,6 +233,8 @@ def test_the_second_fact_is_what_was_bought() -> None:
     level = Job(totals=(4000, 4000, 4000))
     _, unused = facts_of(level.diagnosis(24, 24, 0, baseline=level.run(16, 16, 16)))
     assert unused == "GPU 2 takes no samples: no split that uses it was found to be faster."
+    _, both = facts_of(level.diagnosis(48, 0, 0, baseline=level.run(16, 16, 16)))
+    assert both == "GPU 1-2 take no samples: no split that uses them was found to be faster."
 
 
 def test_risks_are_told_with_what_to_do() -> None:

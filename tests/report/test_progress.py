@@ -16,6 +16,7 @@ from splittune.report.progress import (
     StepCallback,
     callback_for,
     describe_trial,
+    lines_for,
 )
 from tests.profiling.fake_hardware import FakeHardware
 from tests.report.results import BEST, EVEN, FAILED, SPACE, SPLIT, Screen, ran, trial
@@ -149,6 +150,18 @@ def test_progress_is_shown_on_standard_error(capsys: pytest.CaptureFixture[str])
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "2 x (8+24)" in captured.err
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_follows_a_search_is_said_in_a_terminal_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    """Lines of their own on standard error, where no bar is; nothing without progress."""
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    lines_for(progress=True)("advice 1 of 7: bfloat16 [by autocast]")
+    lines_for(progress=False)("nothing")
+    assert capsys.readouterr() == ("", "advice 1 of 7: bfloat16 [by autocast]\n")
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

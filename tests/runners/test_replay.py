@@ -97,9 +97,9 @@ def test_any_split_is_played_as_it_would_run(steps: int, shards: tuple[int, int,
 
 def test_what_does_not_fit_is_told_as_in_full() -> None:
     """The same card, and the same words of what it lacks; but which replica asked for it is not on a tape."""
-    job = TrainingTask(nn.Linear(2**14, 2**13), [(torch.ones(2, 2**14), torch.ones(2, 2**13))])
+    job = TrainingTask(nn.Linear(2**10, 2**13), [(torch.ones(2, 2**10), torch.ones(2, 2**13))])
     played, full = profiler_of(job, Scripts()), profiler_of(job, None)
-    split = split_of(3, 40_000, 2, 2)
+    split = split_of(3, 120_000, 2, 2)
     found = played.measure(split)
     assert found.outcome is Outcome.OUT_OF_MEMORY
     assert found.message.startswith("device 0: CUDA out of memory. Tried to allocate")

@@ -51,8 +51,7 @@ def _optimizer(case: Case) -> Finding | None:
     fused = "" if is_fused else "fused=True (Adam, AdamW, SGD) makes one kernel of it; "
     return rule(
         f"The update, with what happens once a step, is {update / step:.0%} of a step{kind}: so much can be gained at "
-        f"most, by {'' if is_fused else 'a faster one: '}{fused}ZeroRedundancyOptimizer, over ranks, shares its time "
-        "and its state out among the cards."
+        f"most. {fused}ZeroRedundancyOptimizer, over ranks, shares its time and its state out among the cards."
     )
 
 

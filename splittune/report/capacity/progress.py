@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from splittune.report.capacity.row import named_of
-from splittune.report.progress import describe_trial
+from splittune.report.progress import callers_console, describe_trial
 from splittune.report.words import rate_of, shape_of
 
 if TYPE_CHECKING:
@@ -46,16 +46,9 @@ class PlanCallback(Protocol):
     def on_end(self) -> None: ...
 
 
-def plan_callback_for(progress: bool, console: Console | None = None) -> PlanCallback:
-    """A callback on standard error, so that standard output stays the caller's; silent for False.
-
-    Notebooks get plain lines on standard output: they show the other one as if something were wrong.
-    """
-    if not progress:
-        return SilentPlanCallback()
-    if console is None and Console().is_jupyter:
-        console = Console(force_jupyter=False, force_terminal=False, width=160)
-    return PlanProgress(console or Console(stderr=True))
+def plan_callback_for(progress: bool) -> PlanCallback:
+    """A callback on standard error, so that standard output stays the caller's; silent for False."""
+    return PlanProgress(callers_console()) if progress else SilentPlanCallback()
 
 
 def describe_row(row: CapacityRow) -> str:

@@ -135,9 +135,9 @@ def box(left: float, width: float, y: float, height: float, class_: str, title: 
     )
 
 
-def across(y: float, class_: str, left: float = 0, right: float = 1) -> Markup:
+def across(y: float, class_: str) -> Markup:
     """A line from left to right."""
-    return tag("line", x1=percent(left), x2=percent(right), y1=y, y2=y, class_=class_)
+    return tag("line", x1=percent(0), x2=percent(1), y1=y, y2=y, class_=class_)
 
 
 def down(x: float, top: float, bottom: float, class_: str) -> Markup:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TRIAL_TIMEOUT_S = 300.0
 # Building a job may mean reading a large model from a slow disk: the limit is there for what would never end.
-DEFAULT_START_TIMEOUT_S = 1800.0
+START_TIMEOUT_S = 1800.0
 MAX_ENDS_IN_A_ROW = 3
 # A worker looks at the time itself, whenever its job calls torch; what hangs elsewhere, a backward pass say, is waited
 # for so long beyond. A choice.
@@ -53,10 +53,9 @@ class WorkerRunner:
         global_batch_size: in place of the task's own.
         autocast_dtype: for a task that has none.
         trial_timeout_s: how long a trial may take. Those in whole steps may take as many times that as they accumulate.
-        start_timeout_s: how long building the job may take.
 
     Raises:
-        ConfigError: the job cannot be built in another process, or a limit is not above 0.
+        ConfigError: the job cannot be built in another process, or the limit is not above 0.
     """
 
     def __init__(
@@ -67,17 +66,15 @@ class WorkerRunner:
         global_batch_size: int | None = None,
         autocast_dtype: torch.dtype | None = None,
         trial_timeout_s: float = DEFAULT_TRIAL_TIMEOUT_S,
-        start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
     ) -> None:
         if is_worker():
             raise ConfigError(
                 'isolation="process" was asked for within a worker: the file that makes the job also tunes it when it '
                 'is imported. Put that part under if __name__ == "__main__".'
             )
-        for name, limit_s in (("trial_timeout_s", trial_timeout_s), ("start_timeout_s", start_timeout_s)):
-            given: object = limit_s
-            if not (isinstance(given, Real) and float(given) > 0):
-                raise ConfigError(f"{name} is {limit_s!r}: expected seconds above 0.")
+        given: object = trial_timeout_s
+        if not (isinstance(given, Real) and float(given) > 0):
+            raise ConfigError(f"trial_timeout_s is {given!r}: expected seconds above 0.")
         self._order: dict[str, Any] = {
             "job": _recipe_of(job),
             "devices": devices if devices is None or isinstance(devices, str) else [_plain(one) for one in devices],
@@ -86,7 +83,7 @@ class WorkerRunner:
             if global_batch_size is None
             else checked_int("global_batch_size", global_batch_size, at_least=1),
         }
-        self._trial_timeout_s, self._start_timeout_s = trial_timeout_s, start_timeout_s
+        self._trial_timeout_s = trial_timeout_s
         # a fresh worker starts where the first one did
         self._folder, self._path = str(Path.cwd()), [str(place) for place in sys.path]
         self._link: WorkerLink | None = None
@@ -198,7 +195,7 @@ class WorkerRunner:
         self._said_before |= self._said
         self._link = WorkerLink(self._folder, self._path)
         self._link.send(self._order | {"log_level": logging.getLogger().getEffectiveLevel()})
-        answer = self._receive(self._link, self._start_timeout_s, "start_timeout_s")
+        answer = self._receive(self._link, START_TIMEOUT_S, "what building a job may take")
         if answer["kind"] == "raised":
             raise rebuild_error(answer["error"])
         return JobFacts.from_dict(answer["job"])
