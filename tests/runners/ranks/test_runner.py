@@ -88,6 +88,15 @@ def test_out_of_memory_in_a_synchronised_step_ends_the_ranks(pool: Pool, tmp_pat
     assert not (tmp_path / "trials.journal.trial").exists()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_memory_for_its_answer_ends_the_ranks(pool: Pool, rank: int) -> None:
+    """It raises that, and the other that it was lost; the job is as it was found on both, and their group of use."""
+    found = pool.run(tuned_on_hosts, (0.0, 0.0), OPTIONS, tuple("agreement" if at == rank else "" for at in range(2)))
+    assert found[rank][1:] == ("MemoryError", "no room for an answer", True)
+    assert found[1 - rank][1] == "RanksError"
+    assert found[1 - rank][3]
+
+
 def test_two_ranks_on_one_card_are_named(pool: Pool) -> None:
     """By its UUID, before the first trial."""
     for _, kind, words, is_as_found in pool.run(tuned_on_hosts, (0.0, 0.0), OPTIONS, ("shared", "shared")):
