@@ -102,6 +102,15 @@ def test_only_rank_0_has_to_write(tmp_path: Path) -> None:
     assert "rank 0: cannot write file/made" in launched.log
 
 
+def test_rank_0_alone_speaks_and_says_each_thing_once(tmp_path: Path) -> None:
+    """What is inferred of the job, whatever copies of it are run; the others' cards find the same."""
+    (tmp_path / "job.py").write_text(JOB)
+    launched = launch(TUNE, tmp_path)
+    assert launched.code == 0, launched.log
+    for words in ("no optimizer was given", "no loss_fn was given", "samples a step: at most", "Saved in runs/split"):
+        assert launched.log.count(words) == 1, launched.log
+
+
 def test_verify_trains_on_all_ranks(tmp_path: Path) -> None:
     """Each card stands beside its plan, and the loss is that of the whole batch."""
     (tmp_path / "job.py").write_text(JOB)
