@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -58,6 +58,10 @@ class HostHardware:
     def took_update(self) -> None:
         """What a scaler tells of each update."""
         self._now_s += UPDATE_S
+
+    def passed(self, time_s: float) -> None:
+        """Something else took so long."""
+        self._now_s += time_s
 
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         return BalancedDataParallel(module=model, shard_sizes=split.shard_sizes, device_ids=["cpu"])
@@ -114,7 +118,8 @@ class HostHardware:
 class Telling(nn.Module):
     """Tells its card of every batch, and has a fault: "kill" and "hang", "own" and "out of memory" in whole steps.
 
-    "agreement" is one of the rank's, not of the model's: it has no memory for what it says of its third order.
+    Two are the rank's, not the model's. "agreement": it has no memory for what it says of its third order. "slow
+    agreement": its card's clock goes on by a thousand seconds in every collective of the control group.
     """
 
     def __init__(self, card: HostHardware, fault: str = "") -> None:
@@ -183,6 +188,16 @@ def _gather_until(number: int) -> Any:
     return gathers
 
 
+def _taking(card: HostHardware, time_s: float, collective: Callable[..., Any]) -> Any:
+    """The collective, which takes so long by the card's clock."""
+
+    def takes(self: ControlGroup, *args: Any) -> Any:
+        card.passed(time_s)
+        return collective(self, *args)
+
+    return takes
+
+
 def tuned_on_hosts(
     group: dist.ProcessGroup | None,
     slow_s: tuple[float, ...],
@@ -205,6 +220,9 @@ def tuned_on_hosts(
     patch.setattr(pacing, "FIRST_WARM_UP_S", 0.0)
     if fault == "agreement":
         patch.setattr(ControlGroup, "gather", _gather_until(4))
+    if fault == "slow agreement":
+        for name in ("broadcast", "gather"):
+            patch.setattr(ControlGroup, name, _taking(card, 1000.0, getattr(ControlGroup, name)))
     model = Telling(card, fault)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result, kind, words = None, "", ""

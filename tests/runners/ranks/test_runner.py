@@ -37,6 +37,21 @@ def test_the_slower_card_gets_the_smaller_share(pool: Pool, tmp_path: Path) -> N
     assert table["node"].nunique() == 1
 
 
+def test_no_figure_of_a_trial_includes_the_agreement(pool: Pool) -> None:
+    """Ranks for which each one takes a thousand seconds measure what they measure without; but for the last digits."""
+    quick, slow = (pool.run(tuned_on_hosts, SPEEDS, OPTIONS, fault)[0][0] for fault in ((), ("slow agreement",) * 2))
+    assert quick is not None
+    assert slow is not None
+    assert len(quick.trials) > 3
+    for one, other in zip(quick.trials, slow.trials, strict=True):
+        assert one.measurement.split == other.measurement.split
+        assert one.kind == other.kind
+        for name in ("micro_step_times_s", "update_times_s", "unbroken_round_times_s", "whole_step_times_s"):
+            times_s = getattr(one.measurement, name)
+            assert getattr(other.measurement, name) == pytest.approx(times_s, rel=1e-3)
+    assert any(trial.measurement.whole_step_times_s for trial in slow.trials)
+
+
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_synchronised_step_that_was_skipped_is_run_again(pool: Pool, rank: int | None) -> None:
     """On all ranks, also where one alone skips it: the times are of steps that were taken, and a note says so."""
