@@ -33,6 +33,7 @@ from splittune.runners.ranks.own_card import OwnRealCard
 from splittune.runners.ranks.runner import Present, RanksRunner, introduce
 from splittune.runners.ranks.virtual import CardsOfRanks, OwnCard
 from splittune.training import TrainingTask
+from splittune.training.said import each_said_once
 from splittune.tuner import Devices, TuneCallback, tune
 
 # Of the time for which ranks wait for one another, the part for a synchronised step: where one fails in it, the others
@@ -87,7 +88,7 @@ def tune_together(
         NoFeasibleSplitError: nothing fits; on every rank.
         RanksError: a rank was lost, or has not come in time; on those that are left.
     """
-    with speaking(is_leader()), ExitStack() as stack:
+    with speaking(is_leader()), each_said_once(), ExitStack() as stack:
 
         def prepare() -> tuple[_Team, list[Fact]]:
             if check_first is not None and is_leader():

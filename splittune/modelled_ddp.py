@@ -21,6 +21,7 @@ from splittune.runners.modelled_ranks.step import RankTrials
 from splittune.search.by_kind.study import FoundByKind, SharesByKind, find_by_kind
 from splittune.split import BatchSplit, SplitSpace
 from splittune.training import TrainingTask
+from splittune.training.said import each_said_once
 from splittune.tuner import Devices, TuneCallback, result_of, tune
 
 
@@ -129,22 +130,23 @@ def tune_ranks(
     Raises:
         NoFeasibleSplitError: the message says which card lacks how much.
     """
-    try:
-        job = cards.open(hardware)
-        size = global_batch_size or job.global_batch_size or job.loader_batch_size
-        headroom = headroom_for(job.cards, options.min_headroom_bytes)
-        kinds = kinds_of(hardware, headroom)
-        space = SplitSpace(global_batch_size=size, num_devices=len(hardware.devices), shares="each")
-        callback.on_start(job.cards, space, options.max_trials)
-        held = cards.scripts_hold
-        found = _search(cards, hardware, kinds, size, options, callback)
-        if held and not cards.scripts_hold:  # what was played does not hold: all over again, in full
-            found = _search(cards, hardware, kinds, size, options, callback)
-    finally:
+    with each_said_once():
         try:
-            cards.close()
+            job = cards.open(hardware)
+            size = global_batch_size or job.global_batch_size or job.loader_batch_size
+            headroom = headroom_for(job.cards, options.min_headroom_bytes)
+            kinds = kinds_of(hardware, headroom)
+            space = SplitSpace(global_batch_size=size, num_devices=len(hardware.devices), shares="each")
+            callback.on_start(job.cards, space, options.max_trials)
+            held = cards.scripts_hold
+            found = _search(cards, hardware, kinds, size, options, callback)
+            if held and not cards.scripts_hold:  # what was played does not hold: all over again, in full
+                found = _search(cards, hardware, kinds, size, options, callback)
         finally:
-            callback.on_end()
+            try:
+                cards.close()
+            finally:
+                callback.on_end()
     return TunedRanks(
         result=result_of(found.result, job, headroom, seed=options.seed, strategy="ddp"),
         largest=_largest(found, kinds, len(hardware.devices)),

@@ -14,7 +14,7 @@ from splittune.errors import ConfigError, RanksError, SplittuneError
 from splittune.ranks.group import is_grouped
 from splittune.runners.launch.agent import launch
 from splittune.runners.launch.attempts import Attempts
-from splittune.runners.launch.outcome import is_everybodys, write_verdict
+from splittune.runners.launch.outcome import is_everybodys, let_the_cause_end, write_verdict
 from splittune.runners.launch.place import Place, place_of
 from splittune.runners.launch.rank import GRACE_S, end_now, joined
 
@@ -78,7 +78,8 @@ def leave(error: BaseException, code: int, show: Callable[[], None]) -> NoReturn
             Attempts(place.folder).note_error(place.rank, words)
         show()
         sys.exit(code)
-    settled = not isinstance(error, RanksError) and is_everybodys(place, code, type(error).__name__)
+    is_alike = is_everybodys(place, code, type(error).__name__)
+    settled = is_alike and not isinstance(error, RanksError)
     if settled and place.is_first:
         show()
     elif not settled:
@@ -87,6 +88,8 @@ def leave(error: BaseException, code: int, show: Callable[[], None]) -> NoReturn
         write_verdict(place, code)
     elif place.folder is not None:
         Attempts(place.folder).note_error(place.rank, words)
+    if isinstance(error, RanksError) and not is_alike:
+        let_the_cause_end()
     end_now(0 if settled and place.folder is not None else code)
 
 

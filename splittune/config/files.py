@@ -34,7 +34,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> Path:
     except OSError as error:
         raise ConfigError(
             f"cannot write {os.fspath(path)}: {error.strerror or error}. Expected the path of a file in a folder that "
-            "may be written to. Choose another path, or change the permissions of this one."
+            "may be written to, with room for it. Choose another path, or mend what keeps this one from being written."
         ) from error
     return Path(path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from splittune.runners.replay import Scripts
 from splittune.runners.shapes import ShapeProfiler, ShapeRunner
 from splittune.search import Trial
 from splittune.split import BatchSplit
+from splittune.training.said import each_said_once
 from splittune.tuner import tune
 
 
@@ -38,7 +38,7 @@ def planned_searches(
     What `storage` has is not searched again. The job is left as it was found, also where this is ended early.
     """
     number = 0
-    with _each_said_once(), nullcontext() if storage is None else storage.alone():
+    with each_said_once(), nullcontext() if storage is None else storage.alone():
         for sweep in _sweeps(request, callback, storage):
             for size in request.global_batch_sizes:
                 number += 1
@@ -194,23 +194,3 @@ def _larger(largest: LargestMicroBatch | None, trials: Sequence[Trial]) -> Large
     if largest is None or (own is not None and own.num_samples > largest.num_samples):
         return own
     return largest
-
-
-@contextmanager
-def _each_said_once() -> Iterator[None]:
-    """Within it, what splittune logs of a job is logged for the first row it is true of, and not for every one."""
-    said: set[str] = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        is_first = record.levelno < logging.INFO or str(record.msg) not in said
-        said.add(str(record.msg))
-        return is_first
-
-    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "splittune"]
-    for name in names:
-        logging.getLogger(name).addFilter(is_new)
-    try:
-        yield
-    finally:
-        for name in names:
-            logging.getLogger(name).removeFilter(is_new)

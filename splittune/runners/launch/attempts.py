@@ -58,7 +58,7 @@ class Attempts:
             )
         said = self._folder / _ERRORS.format(rank=rank)
         if code > 0 and said.exists():
-            return f"rank {rank} raised {said.read_text(encoding='utf-8')}"
+            return f"rank {rank} raised {said.read_text(encoding='utf-8').rstrip('.')}"
         return words_of_ending(f"rank {rank}", code)
 
     def check_progress(self, limit_name: str) -> None:

@@ -51,6 +51,14 @@ def _are_alike(store: Store, place: Place, mine: str) -> bool:
     return True
 
 
+def let_the_cause_end() -> None:
+    """Of a rank that has lost another: that one may still live, and what it says is the reason that counts.
+
+    The launcher blames whoever ends first, and then ends this process too.
+    """
+    time.sleep(SAME_OUTCOME_S)
+
+
 def write_verdict(place: Place, code: int) -> None:
     """Have the launch end with this exit code, whatever its processes' own are. Rank 0 says it."""
     if place.folder is not None and place.is_first:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -29,8 +30,9 @@ class ControlGroup:
     """All ranks of the default group, in a gloo group beside it. Make it on every rank, and `close` it in any case.
 
     Ctrl-C and SIGTERM take effect once a collective has ended, so that no rank leaves the others in it. A trial that
-    fails leaves the group as it was, for trials use no collective of its. Once a rank is lost, or has not come within
-    `wait_s`, it is of no use any more: `is_broken`.
+    fails leaves the group as it was, for trials use no collective of its. Once a rank is lost, has not come within
+    `wait_s`, or has left a collective by an exception (it had no memory for what it says, or a signal handler of the
+    job's raised), it is of no use any more: `is_broken`.
 
     Args:
         wait_s: seconds for which any rank waits for the others at most.
@@ -45,7 +47,7 @@ class ControlGroup:
         self.heard: Any = None
         """What was broadcast last: known also where Ctrl-C was pressed while it came."""
         with _Lost(self):
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
+            self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
 
     def broadcast(self, thing: Any = None) -> Any:
         """What rank 0 gives, on every rank; picklable."""
@@ -61,8 +63,8 @@ class ControlGroup:
 
     def gather(self, thing: Any) -> list[Any]:
         """What each rank gives, by rank, on all of them; picklable."""
-        packed = pickle.dumps(thing)
         with deferred(), _Lost(self):
+            packed = pickle.dumps(thing)
             slots = self._gathered(packed, SLOT_BYTES)
             longest = max(map(_length_of, slots))
             if longest > SLOT_BYTES:
@@ -76,8 +78,9 @@ class ControlGroup:
         return slots
 
     def close(self) -> None:
-        """Give it up; the default group stays."""
-        dist.destroy_process_group(self._group)
+        """Give it up, so that whoever still waits in it is freed; the default group stays."""
+        group, self._group = self._group, None
+        dist.destroy_process_group(group)
 
 
 def _slot_of(packed: bytes, room_bytes: int) -> Tensor:
@@ -98,7 +101,10 @@ def _unpacked(slot: Tensor) -> Any:
 
 
 class _Lost:
-    """Tells a broken group's error from others: it becomes a `RanksError`."""
+    """A broken group's error becomes a `RanksError`; by any other the group is broken too, and it passes through.
+
+    Whoever raises in a collective is not where the others are: the next one would pair with theirs.
+    """
 
     def __init__(self, control: ControlGroup) -> None:
         self._control = control
@@ -108,8 +114,10 @@ class _Lost:
             raise RanksError("the ranks are not together any more: one of them was lost before.")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError):  # gloo's own is one, DistBackendError's and DistStoreError's base too
+        if error is not None:
             self._control.is_broken = True
+            traceback.clear_frames(error.__traceback__)  # they hold the group, and `close` could not free the others
+        if isinstance(error, RuntimeError):  # gloo's own is one, DistBackendError's and DistStoreError's base too
             raise RanksError(
                 f"a rank was lost, or has not come within {self._control.wait_s:g} s ({first_line(error)}). Expected "
                 f"all {self._control.num_ranks} to take part in every trial. Look for an earlier error on the others."
@@ -117,6 +125,6 @@ class _Lost:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line; of gloo's without the place in its source."""
+    """What an error says, in a line; of gloo's without the place in its source, and without its advice."""
     line = next(iter(str(error).splitlines()), type(error).__name__)
-    return re.sub(r"^\[\S+:\d+\] ", "", line)
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". This is typically caused")[0]

@@ -7,9 +7,12 @@ first time that the ranks are started.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,11 @@ class MineError(Exception):
     """The user's own."""
 
 
+def raise_mine(*_: object) -> None:
+    """The handler that a job has set for a signal, such as that of a cluster which is about to end it."""
+    raise MineError("mine")
+
+
 class Fault:
     """What happens, and where; it does once."""
 
@@ -48,7 +56,7 @@ class Fault:
         """This place is passed now."""
         if self.place == "synchronised step":
             reached = place == "backward" and isinstance(self.order, WholeSteps)
-        elif place == "writing":
+        elif place in ("writing", "file"):
             reached = place == self.place
         else:
             reached = place == self.place and isinstance(self.order, Probe) and self.num_probes == IN_TRIAL
@@ -61,8 +69,17 @@ class Fault:
 def happens(what: str) -> None:
     if what == "out of memory":
         raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 1 MB")
+    if what == "out of host memory":
+        raise MemoryError("no room for an answer")
+    if what == "disk full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if what == "exception":
         raise MineError("mine")
+    if what == "exception of a handler":
+        signal.signal(signal.SIGUSR1, raise_mine)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0)  # Python runs the handler here at the latest
+        return
     if what == "hang":
         ctypes.PyDLL(None).sleep(600)  # with Python's lock: no thread and no handler of its own runs
     else:
@@ -119,7 +136,13 @@ def prepare() -> None:
     sys.modules["splittune.cli.tune"].GRACE_S = 1.0  # type: ignore[attr-defined]
     before(OwnRealCard, "obey", note_order)
     before(ControlGroup, "gather", lambda *_: FAULT.at("agreement"))
+    before(ControlGroup, "_gathered", lambda *_: FAULT.at("agreement's collective"))
     before(TuneResult, "save", lambda *_: FAULT.at("writing"))
+    before(Path, "replace", lambda *_: FAULT.at("file") if _is_saving() else None)
+
+
+def _is_saving() -> bool:
+    return any(frame.name == "save" for frame in traceback.extract_stack())
 
 
 def make_task() -> TrainingTask:

@@ -65,6 +65,15 @@ def without_job() -> None:
         os.chdir("elsewhere")
 
 
+def where_nothing_can_be_written() -> None:
+    """The second machine's folder has the job, and a file where the others have the folder of the results."""
+    if os.environ["RANK"] == "1":
+        Path("elsewhere").mkdir()
+        os.chdir("elsewhere")
+        Path("job.py").write_text(JOB)
+        Path("runs").write_text("")
+
+
 def no_trap() -> None: ...
 
 
@@ -100,6 +109,24 @@ def test_only_rank_0_has_to_write(tmp_path: Path) -> None:
     launched = launch([*TUNE, "--out", "file/made"], tmp_path)
     assert (launched.code, launched.codes) == (2, [[0, 0]])
     assert "rank 0: cannot write file/made" in launched.log
+
+
+def test_a_machine_that_cannot_write_takes_part(tmp_path: Path) -> None:
+    """Rank 0 decides: where it can write the results are, and nothing is looked for or made elsewhere."""
+    (tmp_path / "job.py").write_text(JOB)
+    launched = launch(TUNE, tmp_path, prepare=where_nothing_can_be_written)
+    assert (launched.code, launched.codes) == (0, [[0, 0]]), launched.log
+    assert SplitConfig.load(tmp_path / "runs/split/split.json").split.num_devices == 2
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir() if path.is_file()) == ["job.py", "runs"]
+
+
+def test_rank_0_alone_speaks_and_says_each_thing_once(tmp_path: Path) -> None:
+    """What is inferred of the job, whatever copies of it are run; the others' cards find the same."""
+    (tmp_path / "job.py").write_text(JOB)
+    launched = launch(TUNE, tmp_path)
+    assert launched.code == 0, launched.log
+    for words in ("no optimizer was given", "no loss_fn was given", "samples a step: at most", "Saved in runs/split"):
+        assert launched.log.count(words) == 1, launched.log
 
 
 def test_verify_trains_on_all_ranks(tmp_path: Path) -> None:

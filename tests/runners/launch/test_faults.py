@@ -114,3 +114,42 @@ def test_rank_0_lost_while_it_writes_is_started_again(tmp_path: Path, tried: Tri
     assert_tuned(tmp_path, launched, crashes=None if fault == "hang" else 0)
     assert len(launched.codes) > 1
     tried(f"{fault} of rank 0", "on ranks, writing", "the search goes on", CHECKED)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "named", "words"),
+    [
+        ("out of host memory", "out of memory", "MemoryError: no room for an answer"),
+        ("exception of a handler", "an exception of the user's signal handler", "MineError: mine"),
+    ],
+)
+def test_a_rank_that_raises_in_an_agreement_costs_a_trial_at_most(
+    tmp_path: Path, tried: Tried, fault: str, named: str, words: str, rank: int
+) -> None:
+    """The others are freed at once, and let it end first: it is the one that is blamed, with its reason."""
+    launched = tune(tmp_path, f"{fault}, agreement's collective, {rank}")
+    assert_tuned(tmp_path, launched, crashes=rank)  # where rank 0 raises it has lost nobody: the trial is run again
+    assert len(launched.codes) == 2
+    assert f"The ranks were started again: rank {rank} raised {words}." in launched.log
+    outcome = "CRASHED, and the search goes on" if rank else "the search goes on"
+    tried(f"{named} on rank {rank}", "on ranks, agreement", outcome, CHECKED)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named", "words"),
+    [
+        ("out of host memory, writing", "out of memory", "MemoryError: no room for an answer"),
+        ("disk full, file", "disk full", "ConfigError: cannot write runs/split/split.json: No space left on device"),
+        ("exception of a handler, writing", "an exception of the user's signal handler", "MineError: mine"),
+    ],
+)
+def test_rank_0_that_raises_while_it_writes_is_started_again(
+    tmp_path: Path, tried: Tried, fault: str, named: str, words: str
+) -> None:
+    """The other ranks had ended well; all are started, the search is read back, and the files are whole."""
+    launched = tune(tmp_path, f"{fault}, 0")
+    assert_tuned(tmp_path, launched, crashes=0)
+    assert len(launched.codes) == 2
+    assert f"The ranks were started again: rank 0 raised {words}" in launched.log
+    tried(f"{named} on rank 0", "on ranks, writing", "the search goes on", CHECKED)

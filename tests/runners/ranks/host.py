@@ -7,8 +7,9 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch import nn, optim
 from splittune import TuneResult, autotune
 from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
 from splittune.parallel import BalancedDataParallel
+from splittune.runners.ranks.control import ControlGroup
 from splittune.split import BatchSplit
 
 FORWARD_S, READING_S, UPDATE_S = 1e-3, 1e-5, 5e-3
@@ -56,6 +58,10 @@ class HostHardware:
     def took_update(self) -> None:
         """What a scaler tells of each update."""
         self._now_s += UPDATE_S
+
+    def passed(self, time_s: float) -> None:
+        """Something else took so long."""
+        self._now_s += time_s
 
     def wrap(self, model: nn.Module, split: BatchSplit, **options: Any) -> BalancedDataParallel:
         return BalancedDataParallel(module=model, shard_sizes=split.shard_sizes, device_ids=["cpu"])
@@ -110,7 +116,11 @@ class HostHardware:
 
 
 class Telling(nn.Module):
-    """Tells its card of every batch, and has a fault: "kill" and "hang", "own" and "out of memory" in whole steps."""
+    """Tells its card of every batch, and has a fault: "kill" and "hang", "own" and "out of memory" in whole steps.
+
+    Two are the rank's, not the model's. "agreement": it has no memory for what it says of its third order. "slow
+    agreement": its card's clock goes on by a thousand seconds in every collective of the control group.
+    """
 
     def __init__(self, card: HostHardware, fault: str = "") -> None:
         super().__init__()
@@ -162,6 +172,32 @@ def _is_synchronised() -> bool:
     return any(frame.name == "_run_whole_steps" for frame in traceback.extract_stack())
 
 
+def _gather_until(number: int) -> Any:
+    """`ControlGroup.gather`, whose call of this number finds no memory; the first tells who is there."""
+    numbers, gather = count(1), ControlGroup.gather
+
+    def fails(self: ControlGroup, packed: bytes, room_bytes: int) -> Any:
+        raise MemoryError("no room for an answer")
+
+    def gathers(self: ControlGroup, thing: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if next(numbers) == number:
+                patch.setattr(ControlGroup, "_gathered", fails)
+            return gather(self, thing)
+
+    return gathers
+
+
+def _taking(card: HostHardware, time_s: float, collective: Callable[..., Any]) -> Any:
+    """The collective, which takes so long by the card's clock."""
+
+    def takes(self: ControlGroup, *args: Any) -> Any:
+        card.passed(time_s)
+        return collective(self, *args)
+
+    return takes
+
+
 def tuned_on_hosts(
     group: dist.ProcessGroup | None,
     slow_s: tuple[float, ...],
@@ -182,6 +218,11 @@ def tuned_on_hosts(
     patch = pytest.MonkeyPatch()
     patch.setattr(collective, "card_of_rank", lambda devices: card)
     patch.setattr(pacing, "FIRST_WARM_UP_S", 0.0)
+    if fault == "agreement":
+        patch.setattr(ControlGroup, "gather", _gather_until(4))
+    if fault == "slow agreement":
+        for name in ("broadcast", "gather"):
+            patch.setattr(ControlGroup, name, _taking(card, 1000.0, getattr(ControlGroup, name)))
     model = Telling(card, fault)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result, kind, words = None, "", ""

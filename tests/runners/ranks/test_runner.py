@@ -37,6 +37,21 @@ def test_the_slower_card_gets_the_smaller_share(pool: Pool, tmp_path: Path) -> N
     assert table["node"].nunique() == 1
 
 
+def test_no_figure_of_a_trial_includes_the_agreement(pool: Pool) -> None:
+    """Ranks for which each one takes a thousand seconds measure what they measure without; but for the last digits."""
+    quick, slow = (pool.run(tuned_on_hosts, SPEEDS, OPTIONS, fault)[0][0] for fault in ((), ("slow agreement",) * 2))
+    assert quick is not None
+    assert slow is not None
+    assert len(quick.trials) > 3
+    for one, other in zip(quick.trials, slow.trials, strict=True):
+        assert one.measurement.split == other.measurement.split
+        assert one.kind == other.kind
+        for name in ("micro_step_times_s", "update_times_s", "unbroken_round_times_s", "whole_step_times_s"):
+            times_s = getattr(one.measurement, name)
+            assert getattr(other.measurement, name) == pytest.approx(times_s, rel=1e-3)
+    assert any(trial.measurement.whole_step_times_s for trial in slow.trials)
+
+
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_synchronised_step_that_was_skipped_is_run_again(pool: Pool, rank: int | None) -> None:
     """On all ranks, also where one alone skips it: the times are of steps that were taken, and a note says so."""
@@ -86,6 +101,15 @@ def test_out_of_memory_in_a_synchronised_step_ends_the_ranks(pool: Pool, tmp_pat
         assert [trial.kind for trial in crashed] == ["confirm"]
         assert result.best.split != crashed[0].measurement.split
     assert not (tmp_path / "trials.journal.trial").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_memory_for_its_answer_ends_the_ranks(pool: Pool, rank: int) -> None:
+    """It raises that, and the other that it was lost; the job is as it was found on both, and their group of use."""
+    found = pool.run(tuned_on_hosts, (0.0, 0.0), OPTIONS, tuple("agreement" if at == rank else "" for at in range(2)))
+    assert found[rank][1:] == ("MemoryError", "no room for an answer", True)
+    assert found[1 - rank][1] == "RanksError"
+    assert found[1 - rank][3]
 
 
 def test_two_ranks_on_one_card_are_named(pool: Pool) -> None:
