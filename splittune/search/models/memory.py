@@ -26,8 +26,12 @@ WIDENING = 1.5
 # One that ran out of memory raises it by no less than this part. A prediction that is off by less
 # than it came true. A choice.
 LEAST_WIDENING = 0.02
-# With a margin below this memory is as good as affine (`MemoryModel.is_affine`). A choice.
+# Predictions that come true lower the margin, at once to no less than this. A choice: below it
+# memory is as good as affine (`MemoryModel.is_affine`).
 SETTLED_MARGIN = 0.03
+# A trial tells something of the model if it was held likely to exceed the largest peak by this
+# part. A choice. Larger, and the margin settles later.
+REACH = 0.1
 # Reserved minus allocated may vary by this fraction of allocated before memory is called
 # non-affine. A choice. Larger, and fewer splits are tried of which only the chances are known.
 UNEVEN = 0.01
@@ -159,17 +163,22 @@ class MemoryModel:
 
     def needed(self, steps: FloatArray, shards: FloatArray, micro_batches: FloatArray | None = None) -> Interval:
         """The peaks of N splits: `steps` (N,), `shards` (N, n), `micro_batches` (N,) or sums."""
+        return self._needed(steps, shards, micro_batches, self.margin)
+
+    def _needed(
+        self, steps: FloatArray, shards: FloatArray, micro_batches: FloatArray | None, margin: float
+    ) -> Interval:
         if not self._readings.runs:
             none = np.zeros_like(shards)
             return Interval(least=none, likely=none, most=none, most_after_cache_flush=none)
         accumulates = (steps > 1).astype(float)
         sizes = shards.sum(axis=1) if micro_batches is None else micro_batches
-        columns = [self._needed_by(device, shards[:, device], sizes, accumulates) for device in range(self._n)]
+        columns = [self._needed_by(device, shards[:, device], sizes, accumulates, margin) for device in range(self._n)]
         least, likely, most, after_flush = (np.stack(bound, axis=1) for bound in zip(*columns, strict=True))
         return Interval(least=least, likely=likely, most=most, most_after_cache_flush=after_flush)
 
     def _needed_by(
-        self, device: int, shares: FloatArray, micro_batches: FloatArray, accumulates: FloatArray
+        self, device: int, shares: FloatArray, micro_batches: FloatArray, accumulates: FloatArray, margin: float
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """The four bounds of `Interval` for one device, (N,) each."""
         readings, polytope, overhead = self._readings, self._polytopes[device], self._overhead
@@ -182,7 +191,7 @@ class MemoryModel:
         live = np.maximum(polytope.highest(rows) + more, floor_most)
         # then what the allocator reserves
         held = live + overhead.most(live)
-        raised = held * (1 + self.margin)
+        raised = held * (1 + margin)
         proven = (1 + REPEATABILITY) * readings.proven(device, shares, micro_batches, accumulates)
         least = least + overhead.least(least)
         most = np.minimum(raised, np.maximum(proven, least))
@@ -253,7 +262,7 @@ class MemoryModel:
     # --- learning from errors --------------------------------------------------------------------
 
     def _check(self, trial: JudgedTrial) -> None:
-        """Compare a trial with its prediction, and widen the predictions to come where it was exceeded."""
+        """Compare a trial with its prediction, and widen or narrow the predictions to come."""
         split, memory = trial.split, trial.measurement.memory
         steps, shards = np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float)
         predicted = self.needed(steps, shards)
@@ -270,7 +279,27 @@ class MemoryModel:
         self.errors.append(float(errors.max()))
         has_failed = not has_run and self.errors[-1] > -LEAST_WIDENING
         if self.errors[-1] > REPEATABILITY or has_failed:
-            wider = max(WIDENING * self.errors[-1], LEAST_WIDENING if has_failed else 0.0)
-            self.margin += wider
-            if not self._readings.readings(int(errors.argmax())):
-                self._margin_from_unseen_devices += wider
+            self._widen(errors, has_failed=has_failed)
+        elif self._goes_beyond(predicted.likely[0]):
+            without_margin = self._needed(steps, shards, None, 0.0).most[0]
+            self._narrow(float((held / np.maximum(without_margin, 1.0) - 1).max()))
+
+    def _widen(self, errors: FloatArray, *, has_failed: bool) -> None:
+        """A prediction was exceeded by `errors`, (n,), or a device lacked memory."""
+        wider = WIDENING * float(errors.max())
+        if has_failed:
+            wider = max(wider, LEAST_WIDENING)
+        self.margin += wider
+        if not self._readings.readings(int(errors.argmax())):
+            self._margin_from_unseen_devices += wider
+
+    def _narrow(self, exceeded: float) -> None:
+        """A prediction came true; without the margin it would have been exceeded by this part."""
+        enough = WIDENING * exceeded
+        self.margin = max(min(self.margin, SETTLED_MARGIN), min(self.margin, enough), self.margin / 2)
+        self._margin_from_unseen_devices = min(self._margin_from_unseen_devices, self.margin)
+
+    def _goes_beyond(self, likely: FloatArray) -> bool:
+        """Whether a prediction was beyond what had been measured, so that it tells something."""
+        measured = np.array([[m.peak_reserved_bytes for m in run.memory] for run in self._readings.runs]).max(axis=0)
+        return bool((likely > (1 + REACH) * measured).any())

@@ -12,7 +12,7 @@ from benchmarks.problems.problem import Problem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import MemoryModel
 from splittune.search.judged_trials import JudgedTrial
-from splittune.search.models.memory import LEAST_WIDENING, Interval
+from splittune.search.models.memory import LEAST_WIDENING, SETTLED_MARGIN, Interval
 from splittune.search.models.memory_readings import REPEATABILITY
 from splittune.split import BatchSplit
 from tests.search.problem import MIB, VAST, card_memory, even, job, rows, split, trial, trials
@@ -338,6 +338,40 @@ def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
     model.observe([JudgedTrial(measurement=failed, oom_devices=frozenset({1}))])
     assert model.errors[-1] > 0
     assert model.margin >= LEAST_WIDENING
+
+
+def test_what_a_stranger_took_is_forgotten_with_the_margin() -> None:
+    """GPU 2 held more than was foretold of it; once that has settled, a well-known card that does
+    makes memory no straight line.
+    """
+    problem = job([card_memory(is_first=True), card_memory(), card_memory()], B=1024)
+
+    def held(shares: tuple[int, int, int], *, more: float) -> JudgedTrial:
+        """2,000 MiB and 100 for each sample, on GPU 2 a fifth more, and on GPU 1 `more` times that."""
+        told = trial(problem, split(1024, -(-1024 // sum(shares)), *shares))
+        peaks = [(2000 + 100 * s) * MIB * kind * (s > 0) for s, kind in zip(shares, (1, more, 1.2), strict=True)]
+        memory = tuple(
+            replace(
+                told.measurement.memory[i],
+                peak_allocated_bytes=int(peak),
+                peak_reserved_bytes=int(peak),
+                micro_step_peak_bytes=int(peak),
+                update_peak_bytes=0,
+                single_step_peak_bytes=None,
+                resting_bytes=1000 * MIB * (peak > 0),
+            )
+            for i, peak in enumerate(peaks)
+        )
+        return replace(told, measurement=replace(told.measurement, memory=memory))
+
+    ascending = [(4, 4, 0), (8, 8, 0), (4, 4, 8), (12, 12, 8), (24, 24, 16), (48, 48, 32)]
+    ascending += [(100, 100, 56), (130, 130, 82), (200, 200, 112), (400, 400, 224)]
+    model = MemoryModel([held(shares, more=1.0) for shares in ascending], 3)
+    assert model.is_affine
+    assert 0 < model.margin <= SETTLED_MARGIN
+    model.observe([held((100, 156, 0), more=1.12)])
+    assert model.errors[-1] > 0.05
+    assert not model.is_affine
 
 
 def test_a_failure_of_nobody_knows_which_device_teaches_nothing() -> None:
