@@ -12,7 +12,7 @@ from benchmarks.problems.problem import Problem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import MemoryModel
 from splittune.search.judged_trials import JudgedTrial
-from splittune.search.models.memory import LEAST_WIDENING, SETTLED_MARGIN, Interval
+from splittune.search.models.memory import LEAST_WIDENING, Interval
 from splittune.search.models.memory_readings import REPEATABILITY
 from splittune.split import BatchSplit
 from tests.search.problem import MIB, VAST, card_memory, even, job, rows, split, trial, trials
@@ -340,8 +340,8 @@ def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
     assert model.margin >= LEAST_WIDENING
 
 
-def test_what_a_stranger_took_is_forgotten_with_the_margin() -> None:
-    """GPU 2 held more than was foretold of it; once that has settled, a well-known card that does
+def test_what_a_stranger_took_leaves_memory_affine() -> None:
+    """GPU 2 held more than was foretold of it, which says nothing of lines; a well-known card that does
     makes memory no straight line.
     """
     problem = job([card_memory(is_first=True), card_memory(), card_memory()], B=1024)
@@ -365,10 +365,10 @@ def test_what_a_stranger_took_is_forgotten_with_the_margin() -> None:
         return replace(told, measurement=replace(told.measurement, memory=memory))
 
     ascending = [(4, 4, 0), (8, 8, 0), (4, 4, 8), (12, 12, 8), (24, 24, 16), (48, 48, 32)]
-    ascending += [(100, 100, 56), (130, 130, 82), (200, 200, 112), (400, 400, 224)]
+    ascending += [(100, 100, 56), (130, 130, 82), (200, 200, 112)]
     model = MemoryModel([held(shares, more=1.0) for shares in ascending], 3)
     assert model.is_affine
-    assert 0 < model.margin <= SETTLED_MARGIN
+    assert model.margin > 0
     model.observe([held((100, 156, 0), more=1.12)])
     assert model.errors[-1] > 0.05
     assert not model.is_affine
