@@ -28,7 +28,7 @@ LENGTHSCALE = 0.35
 # Variance that is added to that of the noise, so that the covariance can be inverted.
 JITTER = 1e-8
 # For so many hypotheses the best split is solved. A choice: each is one more set of candidates.
-MAX_HYPOTHESES = 2
+MAX_HYPOTHESES = 4
 # If they are believed this much beside the likeliest. A choice.
 WORTH_BELIEVING = 0.15
 # A share that takes no longer than the slowest device's at this ratio of speeds is taken not to

@@ -369,7 +369,7 @@ def test_what_a_stranger_took_leaves_memory_affine() -> None:
     model = MemoryModel([held(shares, more=1.0) for shares in ascending], 3)
     assert model.is_affine
     assert model.margin > 0
-    model.observe([held((100, 156, 0), more=1.12)])
+    model.observe([held((100, 156, 0), more=1.2)])
     assert model.errors[-1] > 0.05
     assert not model.is_affine
 
