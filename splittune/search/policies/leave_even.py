@@ -30,9 +30,9 @@ class LeaveEven:
         if any(np.ptp(trial.split.shard_sizes) > 1 for trial in state.trials if trial.ran):
             return None
         shards = list(best.split.shard_sizes)
-        shards[0] -= max(1, int(self.moved * shards[0]))
-        if shards[0] < state.space.min_shard_size:
+        if shards[0] < 2:  # all of it would go
             return None
+        shards[0] -= max(1, int(self.moved * shards[0]))
         shards[1:] = even_shards(best.split.micro_batch_size - shards[0], len(shards) - 1)
         split = replace(best.split, shard_sizes=tuple(shards))
         needed = state.memory.needed(np.array([float(split.accumulation_steps)]), np.array([shards], dtype=float))

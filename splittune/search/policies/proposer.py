@@ -27,10 +27,10 @@ POLICIES: tuple[Policy, ...] = (
     FindBaseline(min_fewer_steps=0.2),  # in large strides at first
     TellApart(),
     ExpectedImprovement(),
-    LeaveEven(),
     RiskyImprovement(),
     VerifyUncertain(),
     FindBaseline(min_fewer_steps=0.05),  # then exactly
+    LeaveEven(),
     RiskyImprovement(when="readings missing", min_gain=0.01, min_runs_at_first=0.3, min_runs_after_oom=0.5),
     RiskyImprovement(when="nothing is safe", min_gain=0.1),
     SmallestLeft(until="one fits"),
