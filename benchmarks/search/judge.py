@@ -62,8 +62,9 @@ def by_sampler(sampler: str) -> Callable[[Problem], BatchSplit | None]:
 
 def doubled_then_halved(problem: Problem) -> BatchSplit | None:
     """Lightning's power mode at the even split: doubled until one runs out of memory, then half of that."""
-    size, fitted = 2, None
-    while size <= problem.space().global_batch_size and (ran := _even_that_runs(problem, size)) is not None:
+    space = problem.space()
+    size, fitted = max(2, space.num_devices * space.min_shard_size), None
+    while size <= space.global_batch_size and (ran := _even_that_runs(problem, size)) is not None:
         fitted, size = ran, 2 * size
     return fitted
 
@@ -115,8 +116,9 @@ def _even_that_runs(problem: Problem, size: int) -> BatchSplit | None:
     split = BatchSplit.even(
         global_batch_size=space.global_batch_size, accumulation_steps=steps, num_devices=space.num_devices
     )
-    ran = problem.measure(split).outcome in (Outcome.OK, Outcome.NO_HEADROOM)
-    return split if ran else None
+    if min(split.shard_sizes) < space.min_shard_size:  # not legal here
+        return None
+    return split if problem.measure(split).outcome in (Outcome.OK, Outcome.NO_HEADROOM) else None
 
 
 def _first_that_runs(problem: Problem, smaller: Callable[[int], int]) -> BatchSplit | None:

@@ -43,6 +43,7 @@ from splittune.options import (
 from splittune.profiling.measurement import Outcome
 from splittune.report import TuneResult, save_tables
 from splittune.report.console import show_notes, show_result
+from splittune.report.files import CONFIG_FILE
 from splittune.report.page import save_tables_report
 from splittune.report.progress import ConsoleCallback, SilentCallback
 from splittune.runners.base import DeviceSnapshot, Runner
@@ -60,6 +61,9 @@ from splittune.tuner import TuneCallback
 from splittune.tuner import tune as run_search
 
 logger = logging.getLogger(__name__)
+
+# Where a search that ended early puts its tables if the folder it was given has an earlier search's config.
+UNFINISHED = "unfinished"
 
 Isolation = Literal["auto", "process", "none"]
 
@@ -198,7 +202,8 @@ def tune_and_save(
 ) -> TuneResult:
     """Search and write the files, `while_saving` entered for the latter; log from `log_level` up, if not `quiet`.
 
-    When it ends early, by Ctrl-C say, the finished trials are written all the same.
+    When it ends early, by Ctrl-C say, the finished trials are written all the same: into `out`, or
+    into a folder in it where `out` has the config of an earlier search.
     """
     starting = ExitStack()
     callback = _KeepingCallback(SilentCallback() if quiet else ConsoleCallback(console, verbose=verbose), starting)
@@ -210,6 +215,8 @@ def tune_and_save(
     except BaseException as error:
         if callback.cards is not None and callback.trials:
             cards = callback.cards
+            if (out / CONFIG_FILE).exists():  # of an earlier search, whose tables belong to it
+                out = out / UNFINISHED
             save_tables(out, callback.trials, cards.devices, is_modelled=cards.is_modelled, nodes=cards.nodes)
             say(f"Finished trials kept in {out}/trials.csv: {len(callback.trials)}.")
             fits = any(trial.measurement.outcome is Outcome.OK for trial in callback.trials)

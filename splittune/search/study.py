@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
 from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
-from splittune.checks import checked_int
+from splittune.checks import check_limits
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import Measurement
 from splittune.search.candidates.table import even_table
@@ -91,7 +90,7 @@ def find_best_split(
         NoFeasibleSplitError: nothing fits, or nothing that fits was found in time.
         ConfigError: an argument is unusable, or the study in `storage` belongs to another search.
     """
-    _check_limits(max_trials, timeout_s)
+    check_limits(max_trials, timeout_s)
     demands = headroom_demands(min_headroom_bytes, space.num_devices)
     chosen = make_sampler(sampler, space, seed, demands)
     with quiet_optuna(), open_study(storage, study_name, chosen, asdict(space)) as study:
@@ -223,9 +222,3 @@ class _Search:
         self.trials.append(trial)
         if self.on_trial is not None:
             self.on_trial(trial)
-
-
-def _check_limits(max_trials: object, timeout_s: object) -> None:
-    checked_int("max_trials", max_trials, at_least=1)
-    if timeout_s is not None and not (isinstance(timeout_s, Real) and float(timeout_s) > 0):
-        raise ConfigError(f"timeout_s is {timeout_s!r}: expected seconds above 0, or None for no limit.")

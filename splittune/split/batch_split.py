@@ -8,7 +8,7 @@ from itertools import groupby
 
 from splittune.checks import as_int
 from splittune.errors import InvalidSplitError
-from splittune.split.shards import even_shards, fit_shards, shards_with_gpu0, spread_evenly
+from splittune.split.shards import even_shards, shards_with_gpu0, spread_evenly
 
 # Shares of more devices are counted where equal ones follow one another, not listed. A choice: few machines have more.
 MAX_LISTED = 16
@@ -90,10 +90,6 @@ class BatchSplit:
     @property
     def num_devices(self) -> int:
         return len(self.shard_sizes)
-
-    def shards_of(self, micro_batch_size: int) -> tuple[int, ...]:
-        """How a micro-batch of this size, at most the largest, is spread; see `fit_shards`."""
-        return fit_shards(micro_batch_size, self.shard_sizes)
 
     def __str__(self) -> str:
         return f"{self.global_batch_size} = {self.accumulation_steps} x ({listed_shares(self.shard_sizes)})"

@@ -36,6 +36,13 @@ def test_what_finds_nothing_has_lost_all() -> None:
     assert told.loc[("lines", "guided"), "worst"] == 0.5
 
 
+@pytest.mark.parametrize("peer", judge.PEERS)
+def test_what_other_tools_would_run_is_legal(peer: str) -> None:
+    """Where every card must have a share, none is imitated with fewer samples than cards."""
+    seed = next(seed for seed in seeds("physics", 50, 0) if GENERATORS["physics"](seed).space().min_shard_size)
+    assert 0 <= judged("physics", seed, peer, judge.PEERS[peer])["regret"] <= 1
+
+
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_every_generator_names_problems_in_which_something_fits(generator: str) -> None:
     """Two of each, from any first seed on."""

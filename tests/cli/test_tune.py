@@ -160,6 +160,18 @@ def test_ctrl_c_keeps_the_finished_trials(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "out/split.json").exists()
 
 
+def test_ctrl_c_leaves_what_an_earlier_search_wrote(run: Run, tmp_path: Path) -> None:
+    """Its config, trials and report belong together; the unfinished search gets a folder of its own in there."""
+    assert run("tune", "job.py:make_task", *CARDS, "--max-trials", "2", "--out", "out").code == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    ended = run("tune", "job.py:interrupted", *CARDS, "--out", "out")
+    assert ended.code == 130
+    assert {path: path.read_bytes() for path in before} == before
+    kept = len(trials_in(tmp_path / "out/unfinished"))
+    assert f"Finished trials kept in out/unfinished/trials.csv: {kept}." in ended.out
+    assert run("report", "out").code == 0
+
+
 @pytest.mark.usefixtures("run")
 def test_ranks_and_their_machines_are_kept_as_well(tmp_path: Path) -> None:
     """In the tables of a search that was interrupted as in those of one that ended."""

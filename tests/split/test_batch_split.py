@@ -72,8 +72,7 @@ def test_shards_are_those_of_the_largest_micro_batch(split: BatchSplit) -> None:
 def test_every_micro_batch_fits_the_tuned_shards(split: BatchSplit) -> None:
     """Also the shorter micro-batches are spread completely, nobody above the tuned shard."""
     for size in split.micro_batch_sizes:
-        shards = split.shards_of(size)
-        assert shards == fit_shards(size, split.shard_sizes)
+        shards = fit_shards(size, split.shard_sizes)
         assert sum(shards) == size
         assert all(shard <= tuned for shard, tuned in zip(shards, split.shard_sizes, strict=True))
 
@@ -98,7 +97,7 @@ def test_docstring_example() -> None:
     """10 samples in 3 steps over two devices."""
     split = BatchSplit(global_batch_size=10, accumulation_steps=3, shard_sizes=(1, 3))
     assert split.micro_batch_sizes == (4, 3, 3)
-    assert split.shards_of(3) == (1, 2)
+    assert fit_shards(3, split.shard_sizes) == (1, 2)
     assert str(split) == "10 = 3 x (1 + 3)"
 
 
