@@ -1,6 +1,6 @@
 """What each rule and each number of the search is worth: every one left out, or changed, in turn.
 
-    python -m benchmarks.search.ablation [--problems 100] [--first-seed 200000] [--only NAME] [--out DIR]
+    python -m benchmarks.search.ablation [--problems 100] [--only NAME] [--change 'left out'] [--out DIR]
 
 A policy is left out. A number, of a policy or of a module of the search, is taken as nothing, halved
 and doubled; a true or false is turned round. Every variant sees the same problems as the search
@@ -170,10 +170,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--generators", nargs="+", choices=list(GENERATORS), default=list(GENERATORS))
     parser.add_argument("--only", default="", help="variants whose names begin so")
+    parser.add_argument("--change", choices=["left out", "turned round", *FACTORS], help="this change alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
     drawn = [(name, seed) for name in chosen.generators for seed in seeds(name, chosen.problems, chosen.first_seed)]
-    wanted = [one for one in variants() if one.change == "none" or one.name.startswith(chosen.only)]
+    wanted = [one for one in variants() if one.name.startswith(chosen.only) and chosen.change in (None, one.change)]
+    wanted = [next(variants()), *(one for one in wanted if one.change != "none")]
     table: list[dict[str, Any]] = []
     itself = pd.DataFrame()
     for variant in wanted:

@@ -92,3 +92,18 @@ def test_an_ablation_is_written_row_by_row(tmp_path: Path) -> None:
     assert table.what[0] == "the search"
     assert set(table.what[1:]) == {"LeaveEven", "LeaveEven.moved"}
     assert table.problems.eq(2).all()
+    ablation.main(
+        [
+            "--problems",
+            "1",
+            "--generators",
+            "lines",
+            "--only",
+            "LeaveEven",
+            "--change",
+            "left out",
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    assert list(pd.read_csv(tmp_path / "search_ablation.csv").what) == ["the search", "LeaveEven"]

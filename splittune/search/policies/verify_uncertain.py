@@ -1,4 +1,4 @@
-"""With trials to spare, the most uncertain prediction that could hide the best split."""
+"""The most uncertain prediction that could hide the best split."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from splittune.search.policies.base import Proposal, SearchState
 
 @dataclass(frozen=True, slots=True)
 class VerifyUncertain:
-    """The split with the best optimistic gain: the fastest, if its prediction is off enough."""
+    """The split with the best upper confidence bound: the fastest, if its prediction is off enough.
+
+    Where the latest predictions were off by more than their deviations, the bound is that much
+    further away (`Calibration`): a search does not end on models that were wrong just now.
+    """
 
     deviations: float = 2
-    """The optimism: faster than predicted by this many standard deviations. Set on drawn problems,
-    where deviations are often too small. Larger: more trials before the search ends."""
+    """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %.
+    Larger: more trials before the search ends."""
     min_gain: float = 0.01
-    """Optimistic gain, in logarithms of time, that is worth a trial. Set on drawn problems.
-    Smaller: more trials before the search ends."""
+    """Optimistic gain, in logarithms of time, that is worth a trial. A choice: the regret that a search
+    aims at. Smaller: more trials before the search ends."""
 
     def propose(self, state: SearchState) -> Proposal | None:
-        if not state.any_fits:
-            return None
         scores = state.scores
-        if scores is None:
+        if scores is None or not state.any_fits:
             return None
         gain = optimistic_gain(scores, self.deviations * state.doubt)
         gain = np.where(scores.surely_feasible, gain, -np.inf)
