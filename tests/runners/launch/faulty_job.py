@@ -80,6 +80,9 @@ def happens(what: str) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0)  # Python runs the handler here at the latest
         return
+    if what == "loss of the rendezvous":
+        os.kill(int(os.environ["STANDIN_PID"]), signal.SIGKILL)  # it hosts the store, and launched the ranks
+        return
     if what == "hang":
         ctypes.PyDLL(None).sleep(600)  # with Python's lock: no thread and no handler of its own runs
     else:
@@ -130,6 +133,7 @@ def prepare() -> None:
     """Give this rank its card, and set the trap. Rank 1 takes twice as long for a sample."""
     global FAULT, CARD
     rank = int(os.environ["RANK"])
+    Path(f"pid{rank}").write_text(str(os.getpid()))
     FAULT, CARD = Fault(), HostHardware(rank, slow_s=1e-4 * (1 + rank))
     collective.card_of_rank = lambda _: CARD  # type: ignore[assignment,return-value]
     pacing.FIRST_WARM_UP_S = pacing.WARM_UP_LIMIT_S = pacing.TRIAL_BUDGET_S = 0.0

@@ -63,7 +63,7 @@ def launch(
     Each calls `prepare` first, a function of a module.
     """
     kept = folder / "launch"
-    kept.mkdir()
+    kept.mkdir(exist_ok=True)
     attempts, launched = Attempts(kept), Launched(None)
     for start in range(MAX_STARTS):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
@@ -75,6 +75,7 @@ def launch(
             "TORCHELASTIC_RESTART_COUNT": f"{start}",
             "GLOO_SOCKET_IFNAME": "lo",
             FOLDER_VARIABLE: str(kept),
+            "STANDIN_PID": f"{os.getpid()}",
             **(environment or {}),
         }
         ranks = [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from splittune import SplitConfig
 from tests.cli.command_line import trials_in
-from tests.processes import DEADLINE_S, is_alive
+from tests.processes import DEADLINE_S, assert_ends, is_alive
 from tests.runners.launch.faulty_job import JOB, prepare
 from tests.runners.launch.standin import Launched, launch
 
@@ -33,12 +36,12 @@ def tune(folder: Path, fault: str) -> Launched:
     return launched
 
 
-def assert_tuned(folder: Path, launched: Launched, *, crashes: int | None) -> None:
+def assert_tuned(folder: Path, launched: Launched, *, crashes: int | None, num_starts: int | None = None) -> None:
     """It went on to its end: with the trial that was finished before, and a split that was measured."""
     assert launched.code == 0, launched.log
     assert launched.codes[-1] == [0, 0]
     first = TRIAL_LINE.findall(launched.log)
-    assert len(first) == len(launched.codes), launched.log
+    assert len(first) == (num_starts or len(launched.codes)), launched.log
     assert len(set(first)) == 1, "the finished trial was read back"
     trials = trials_in(folder / "runs/split")
     found = [trial for trial in trials if trial["outcome"] == "crashed"]
@@ -153,3 +156,26 @@ def test_rank_0_that_raises_while_it_writes_is_started_again(
     assert len(launched.codes) == 2
     assert f"The ranks were started again: rank 0 raised {words}" in launched.log
     tried(f"{named} on rank 0", "on ranks, writing", "the search goes on", CHECKED)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "writing"])
+def test_ranks_whose_rendezvous_is_lost_end(tmp_path: Path, tried: Tried, place: str) -> None:
+    """With whoever launched them the store is gone where they met: all end, and the same command goes on."""
+    (tmp_path / "job.py").write_text(JOB)
+    fault = f"loss of the rendezvous, {place}, {0 if place == 'writing' else 1}"
+    launcher = multiprocessing.get_context("spawn").Process(target=launched_here, args=(tmp_path, fault))
+    launcher.start()
+    launcher.join(DEADLINE_S)
+    assert launcher.exitcode == -signal.SIGKILL
+    for rank in range(2):
+        assert_ends(int((tmp_path / f"pid{rank}").read_text()))
+    shutil.rmtree(tmp_path / "launch")
+    again = launched_here(tmp_path, "none, nowhere, 0")
+    assert_tuned(tmp_path, again, crashes=None, num_starts=2)
+    tried("loss of the rendezvous", f"on ranks, {place}", "all ranks end", "no process left, no finished trial lost")
+
+
+def launched_here(folder: Path, fault: str) -> Launched:
+    arguments = ["tune", "job.py:make_task", "--strategy", "ddp", "--max-trials", "3", "--storage", "kept.db"]
+    limit = ["--trial-timeout-s", f"{LIMIT_S:g}"]
+    return launch([*arguments, *limit], folder, environment={"FAULT": fault}, prepare=prepare)
