@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splittune.profiling.measurement import Outcome
 from splittune.search.arrays import FloatArray
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
@@ -35,6 +36,9 @@ REACH = 0.1
 # Reserved minus allocated may vary by this fraction of allocated before memory is called
 # non-affine. A choice. Larger, and fewer splits are tried of which only the chances are known.
 UNEVEN = 0.01
+# How many powers of ten an excess may be smaller than the most that it can be. A choice: a sample
+# takes between a thousandth of a card and all of it. Smaller, and fewer risks are taken.
+ORDERS = 3
 # A model that does not fit is told where a device was filled to more than this part. A choice: on
 # emptier devices it decides nothing.
 FULL_ENOUGH = 0.25
@@ -53,15 +57,18 @@ class Interval:
     def feasibility_below(self, limits: FloatArray) -> FloatArray:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.
 
-        The density of a peak is a triangle from least to most, with its top at the likeliest.
-        Worked: 8 to 12 GiB, likeliest 9, stays below 10 GiB with
-        ``1 - (12 - 10)^2 / ((12 - 8) (12 - 9)) = 2 / 3``.
+        Below the likeliest the density is even. Above it nothing was seen of what may grow there, not
+        even its order of magnitude: the logarithm of the excess is even over `ORDERS` powers of ten
+        below the most. Worked: 8 to 12 GiB, likeliest 8, stays below 8.4 GiB with
+        ``1 - log10((12 - 8) / (8.4 - 8)) / 3 = 2 / 3``.
         """
         low, high = self.least, np.maximum(self.most, self.least)
         top, x = np.clip(self.likely, low, high), np.clip(limits, low, high)
-        rising = (x - low) ** 2 / np.maximum((high - low) * (top - low), 1.0)
-        falling = 1 - (high - x) ** 2 / np.maximum((high - low) * (high - top), 1.0)
-        within = np.where(x < top, rising, falling)
+        below = (top - low) / np.maximum(high - low, 1.0)
+        rising = (x - low) / np.maximum(high - low, 1.0)
+        orders = np.log10(np.maximum(high - top, 1.0) / np.maximum(x - top, 1.0))
+        above = below + (1 - below) * np.clip(1 - orders / ORDERS, 0.0, 1.0)
+        within = np.where(x < top, rising, np.where(x >= high, 1.0, above))
         return np.asarray(np.where(limits < low, 0.0, within).min(axis=1))
 
 
@@ -270,9 +277,11 @@ class MemoryModel:
         if has_run and memory:
             held = np.array([reading.peak_reserved_bytes for reading in memory], dtype=float)
             most = predicted.most[0]
-        elif trial.oom_devices:
-            held = np.array([self.budget_bytes[i] if i in trial.oom_devices else 0.0 for i in range(self._n)])
+        elif trial.measurement.outcome is Outcome.OUT_OF_MEMORY or trial.oom_devices:
             most = predicted.most_after_cache_flush[0]  # the allocator had handed back what it could
+            # where nobody knows which device it was: the one that came nearest to its budget
+            lacking = trial.oom_devices or {int((most / self.budget_bytes).argmax())}
+            held = np.array([self.budget_bytes[i] if i in lacking else 0.0 for i in range(self._n)])
         else:
             return
         errors = held / np.maximum(most, 1.0) - 1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from splittune.search.judged_trials import best_trial
 from splittune.search.policies.base import Proposal, SearchState
-from splittune.split import even_shards
+from splittune.split import BatchSplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,16 @@ class LeaveEven:
             return None
         if any(np.ptp(trial.split.shard_sizes) > 1 for trial in state.trials if trial.ran):
             return None
-        shards = list(best.split.shard_sizes)
-        if shards[0] < 2:  # all of it would go
+        share = best.split.gpu0_bsz
+        if share < 2:  # all of it would go
             return None
-        shards[0] -= max(1, int(self.moved * shards[0]))
-        shards[1:] = even_shards(best.split.micro_batch_size - shards[0], len(shards) - 1)
-        split = replace(best.split, shard_sizes=tuple(shards))
+        split = BatchSplit.with_gpu0(
+            global_batch_size=best.split.global_batch_size,
+            accumulation_steps=best.split.accumulation_steps,
+            num_devices=best.split.num_devices,
+            gpu0_bsz=share - max(1, int(self.moved * share)),
+        )
+        shards = split.shard_sizes
         needed = state.memory.needed(np.array([float(split.accumulation_steps)]), np.array([shards], dtype=float))
         if (needed.most > state.limits).any():
             return None

@@ -31,8 +31,8 @@ POLICIES: tuple[Policy, ...] = (
     VerifyUncertain(),
     FindBaseline(min_fewer_steps=0.05),  # then exactly
     LeaveEven(),
-    RiskyImprovement(when="readings missing", min_gain=0.01, min_runs_at_first=0.3, min_runs_after_oom=0.5),
-    RiskyImprovement(when="nothing is safe", min_gain=0.1),
+    RiskyImprovement(when="readings missing", min_gain=0.01, min_runs=0.3, max_ooms=2),
+    RiskyImprovement(when="nothing is safe", min_gain=0.7),
     SmallestLeft(until="one fits"),
 )
 

@@ -41,17 +41,17 @@ class RiskyImprovement:
     deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. A choice,
     the usual 95 %."""
-    min_runs_at_first: float = 0.5
-    """How likely a split must be to run while none ran out of memory. A choice: more likely than
-    not."""
-    min_runs_after_oom: float = 0.9
-    """How likely a split must be to run once one ran out of memory. Set on drawn problems. 1 takes
-    no further risk."""
+    min_runs: float = 0.5
+    """How likely a split must be to run. A choice: more likely than not."""
+    max_ooms: int = 1
+    """No risk is taken once so many trials have run out of memory; the first is not counted, which is
+    made before anything is known. A choice. Larger: more trials that may run out of memory."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         if state.scores is None or not state.any_fits:
             return None
-        if not self._is_time(state, state.scores):
+        num_ooms = sum(not trial.ran for trial in state.trials[1:])
+        if num_ooms >= self.max_ooms or not self._is_time(state):
             return None
         scores = state.score_candidates([trial for trial in state.trials if not trial.ran])
         if scores is None:
@@ -60,11 +60,7 @@ class RiskyImprovement:
         fits = self._feasibility(state, scores)
         gain = optimistic_gain(scores, self.deviations) * np.cbrt(fits)
         at_least = max(self.min_gain, self.times_safe_gain * state.scores.value[state.scores.best_row])
-        # the first trial is made before anything is known: that it failed says nothing of the
-        # models
-        has_failed = any(not trial.ran for trial in state.trials[1:])
-        min_runs = self.min_runs_after_oom if has_failed else self.min_runs_at_first
-        is_open = ~scores.surely_feasible & (runs >= min_runs) & state.is_grown_slowly(scores.table)
+        is_open = ~scores.surely_feasible & (runs >= self.min_runs) & state.is_grown_slowly(scores.table)
         gain = np.where(is_open, gain, -np.inf)
         row = int(gain.argmax())
         if gain[row] < at_least:
@@ -74,12 +70,10 @@ class RiskyImprovement:
         reason = f"{predicted}; {WHY[self.when]}: {chances}"
         return Proposal(split=scores.table.split(row), kind="risky", reason=reason)
 
-    def _is_time(self, state: SearchState, scores: CandidateScores) -> bool:
+    def _is_time(self, state: SearchState) -> bool:
         if self.when == "not affine":
             return not state.memory.is_affine
-        if self.when == "readings missing":
-            return not state.memory.knows_rest
-        return not scores.surely_feasible.any()
+        return self.when == "nothing is safe" or not state.memory.knows_rest
 
     def _feasibility(self, state: SearchState, scores: CandidateScores) -> FloatArray:
         """(N,) how likely each keeps its headroom; 0 with a shard that kept too little before."""

@@ -54,6 +54,13 @@ class TellApart:
         shards[devices] = even_shards(size - rest, len(devices))
         if shards.min() < space.min_shard_size:
             return None
+        if space.shares == "gpu0":  # where extra samples have their places
+            return BatchSplit.with_gpu0(
+                global_batch_size=space.global_batch_size,
+                accumulation_steps=steps,
+                num_devices=space.num_devices,
+                gpu0_bsz=int(shards[0]),
+            )
         return BatchSplit(
             global_batch_size=space.global_batch_size, accumulation_steps=steps, shard_sizes=tuple(shards.tolist())
         )
