@@ -58,8 +58,11 @@ def on_shapes(
         mode.before_others = snapshot.before_use
     copied = without_values(task, mode)
     batch = map_tensors(lambda tensor: shape_of(tensor, mode), samples.batch)
-    with mode, old_objects_left_alone():
-        yield copied, replace(samples, batch=batch)
+    try:
+        with mode, old_objects_left_alone():
+            yield copied, replace(samples, batch=batch)
+    finally:
+        mode.before_others = None  # torch keeps some fake tensors, which keep the mode: the job's own would stay as well
 
 
 def shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

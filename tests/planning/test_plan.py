@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,3 +195,14 @@ def test_what_is_said_of_a_job_is_said_once(caplog: pytest.LogCaptureFixture) ->
         plan(job(), ["2xT400-4GB", "1xRTX3090"], global_batch_sizes=[4, 8], **SMALL)
     messages = [record.getMessage() for record in caplog.records]
     assert sum("training needs a loader of batch size" in message for message in messages) == 2
+
+
+def test_a_plan_keeps_nothing_of_the_job() -> None:
+    """A model that is thrown away afterwards is gone, with what it holds."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    batch = torch.randn(12, 8), torch.randint(4, (12,))
+    gone = [weakref.ref(parameter) for parameter in model.parameters()]
+    plan(TrainingTask(model, [batch]), "3xRTX3090", max_trials=3, progress=False)
+    del model
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 4

@@ -18,3 +18,5 @@ dataset = TensorDataset(torch.randn(29, 6).double(), torch.randint(3, (29,)))
 loader = DataLoader(dataset, batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(1))
 # the README's lines stand here
 torch.save(model.state_dict(), f"state{os.environ.get('RANK', '')}.pt")
+if torch.distributed.is_initialized():  # as the README says; a process that leaves gloo's threads behind may abort
+    torch.distributed.destroy_process_group()
