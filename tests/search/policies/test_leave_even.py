@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
 from splittune.search.policies.leave_even import LeaveEven
+from splittune.split import BatchSplit
 from tests.search.policies.story import of_kind, search, state_after
 from tests.search.problem import card_memory, even, job, split
 
@@ -12,6 +15,17 @@ def test_a_quarter_of_gpu_0_goes_to_the_others() -> None:
     assert wanted is not None
     assert wanted.split == split(36, 1, 14, 22)
     assert LeaveEven().propose(state_after(problem, [even(36, 1, 2), wanted.split])) is None
+
+
+@pytest.mark.parametrize("B", [50, 51, 53])
+def test_other_cards_are_given_what_a_split_by_gpu0_gives_them(B: int) -> None:
+    """Extra samples stand where every listed split has them: a split that no list knows would be proposed for ever."""
+    problem = job(4, B=B)
+    wanted = LeaveEven().propose(state_after(problem, [even(B, 6, 4), even(B, 2, 4)]))
+    assert wanted is not None
+    assert wanted.split == BatchSplit.with_gpu0(
+        global_batch_size=B, accumulation_steps=2, num_devices=4, gpu0_bsz=wanted.split.gpu0_bsz
+    )
 
 
 def test_shares_that_differ_by_a_sample_are_even() -> None:

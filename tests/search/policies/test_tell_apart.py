@@ -6,6 +6,7 @@ import pytest
 
 from splittune.search.policies.base import Proposal
 from splittune.search.policies.tell_apart import TellApart
+from splittune.split import BatchSplit
 from tests.search.policies.story import best_of, of_kind, search, state_after
 from tests.search.problem import CardTime, Job, card_memory, even, job, split
 
@@ -36,13 +37,19 @@ def test_none_is_measured_alone_where_busy_times_tell() -> None:
     assert TellApart().propose(state_after(problem, [even(160, 1, 4)])) is None
 
 
+@pytest.mark.parametrize("B", [60, 61])
 @pytest.mark.parametrize("shares", ["each", "gpu0"])
-def test_a_kind_that_was_alone_is_not_asked_again(shares: str) -> None:
+def test_a_kind_that_was_alone_is_not_asked_again(shares: str, B: int) -> None:
     """Once GPU 0 alone and the others alone were measured nothing is left to tell apart."""
-    problem = job(3, B=60, shares=shares, tells_busy=False)  # type: ignore[arg-type]
-    tried = [even(60, 2, 3)]
+    problem = job(3, B=B, shares=shares, tells_busy=False)  # type: ignore[arg-type]
+    tried = [even(B, 2, 3)]
     while (wanted := TellApart().propose(state_after(problem, tried))) is not None:
         assert wanted.split not in tried
+        if shares == "gpu0":
+            size, steps = wanted.split.gpu0_bsz, wanted.split.accumulation_steps
+            assert wanted.split == BatchSplit.with_gpu0(
+                global_batch_size=B, accumulation_steps=steps, num_devices=3, gpu0_bsz=size
+            )
         tried.append(wanted.split)
     assert len(tried) == (3 if shares == "gpu0" else 4)
 
