@@ -20,8 +20,8 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.runners.worker.runner import WorkerRunner
 from splittune.units import GIB, MIB, format_bytes
 
-GLOBAL_BATCH_SIZE = 3
-FAULTY_SIZE = 2
+GLOBAL_BATCH_SIZE = 5
+FAULTY_SIZE = 3
 HELD_BYTES = 2 * GIB
 # A killed process' memory comes back when the driver has seen to it, and other programs are never quite still.
 BACK_WITHIN_S, BACK_WITHIN_BYTES = 20.0, 128 * MIB
@@ -103,7 +103,8 @@ def run(stage: Stage, findings: Findings) -> None:
 
 def _spoilt(stage: Stage, findings: Findings, job: str) -> dict[str, Any]:
     """A search in which one size writes past an embedding: that trial crashed, the others are measured."""
-    result = autotune(job, devices=stage.devices, isolation="process", seed=stage.seed, progress=False)
+    # the grid: it tries every size, and a guided search what is worth it
+    result = autotune(job, devices=stage.devices, isolation="process", sampler="grid", seed=stage.seed, progress=False)
     searched = [trial.measurement for trial in result.trials if trial.kind == "search"]
     crashed = [i for i, measurement in enumerate(searched) if measurement.outcome is Outcome.CRASHED]
     message = searched[crashed[0]].message if crashed else "no trial crashed"

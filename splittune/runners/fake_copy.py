@@ -62,7 +62,7 @@ def on_shapes(
         with mode, old_objects_left_alone():
             yield copied, replace(samples, batch=batch)
     finally:
-        mode.before_others = None  # torch keeps some fake tensors, which keep the mode: the job's own would stay as well
+        mode.before_others = None  # torch keeps some fake tensors, those the mode, and that would keep the job's own
 
 
 def shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

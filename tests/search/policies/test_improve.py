@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from splittune.search.policies.improve import ExpectedImprovement
 from tests.search.policies.story import best_of, search, state_after
 from tests.search.problem import CardTime, card_memory, even, job, split

@@ -159,8 +159,8 @@ def test_where_readings_at_rest_are_missing_risk_brings_what_they_would() -> Non
 
 
 def test_a_search_does_not_end_beside_a_large_gain_for_want_of_safe_splits() -> None:
-    """Nothing that is safe is left after three small shares: what likely runs and would be twice as fast is tried, until
-    one such trial ran out of memory."""
+    """Nothing that is safe is left after three small shares: what likely runs and would be twice as fast is tried,
+    until one such trial ran out of memory."""
     last = RiskyImprovement(when="nothing is safe", min_gain=0.7)
     problem = job([card_memory(is_first=True, sample=900, total=2000), card_memory(sample=900, total=1600)], B=24)
     problem.tells_all = False
