@@ -31,8 +31,8 @@ for command in (tune, plan, verify, report, export, demo, devices):
 def main() -> None:
     """Run the command line.
 
-    Exit 0: done; 1: no feasible split, or not verified; 2: bad usage; 3: the job raised; 130 and
-    143: interrupted, by Ctrl-C or SIGTERM.
+    Exit 0: done; 1: no feasible split, or not verified; 2: bad usage; 3: the job raised, or the function
+    that makes it; 130 and 143: interrupted, by Ctrl-C or SIGTERM.
     """
     try:
         app()
@@ -43,6 +43,8 @@ def main() -> None:
 def _code_of(error: Exception) -> int:
     if isinstance(error, NoFeasibleSplitError):
         return EXIT_NO_FEASIBLE_SPLIT
+    if isinstance(error, JobError) and not isinstance(error.__cause__, SplittuneError):
+        return EXIT_JOB_FAILED
     if isinstance(error, SplittuneError) and not isinstance(error, WorkerError | RanksError):
         return EXIT_BAD_USAGE
     return EXIT_JOB_FAILED

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from splittune.report.progress import HEADER
-from tests.cli.command_line import CARDS, Run
+from tests.cli.command_line import CARDS, Ended, Run
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,6 @@ from tests.cli.command_line import CARDS, Run
         (["nowhere.py:make_task"], r"there is no file 'nowhere.py'.*Check the path"),
         (["job.py:nothing"], r"job.py has no function 'nothing': it defines .*make_task.*expected FILE.py:FUNCTION"),
         (["job.py:NOT_A_FUNCTION"], r"no function 'NOT_A_FUNCTION'"),
-        (["job.py:raises"], r"job.py:raises raised ZeroDivisionError: a bug of the user's own"),
-        (["job.py:exits"], r"job.py:exits raised SystemExit: 0"),
-        (["job.py:needs_an_argument"], r"raised TypeError.*'path'.*called without arguments"),
         (["job.py:returns_a_model"], r"returned an object of type Model: expected.*TrainingTask"),
         (["job.py:returns_nothing"], r"returned an object of type NoneType: expected.*TrainingTask"),
         (["job.py:nothing_to_train"], r"ReLU has no trainable parameter"),
@@ -35,12 +32,28 @@ from tests.cli.command_line import CARDS, Run
 )
 def test_bad_usage_exits_with_2_and_says_what_to_do(arguments: list[str], match: str, run: Run, tmp_path: Path) -> None:
     """What cannot be used is refused in one message on standard error, before anything is measured."""
-    ended = run("tune", *CARDS, *arguments)
-    assert ended.code == 2
+    refused(run("tune", *CARDS, *arguments), 2, match, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("raises", r"job.py:raises raised ZeroDivisionError: a bug of the user's own"),
+        ("exits", r"job.py:exits raised SystemExit: 0"),
+        ("needs_an_argument", r"raised TypeError.*'path'.*called without arguments"),
+    ],
+)
+def test_a_job_whose_function_raises_exits_with_3(name: str, match: str, run: Run, tmp_path: Path) -> None:
+    """The same message, and the code of a job that raised."""
+    refused(run("tune", *CARDS, f"job.py:{name}"), 3, match, tmp_path)
+
+
+def refused(ended: Ended, code: int, match: str, folder: Path) -> None:
+    assert ended.code == code
     assert re.search(match, ended.error, re.DOTALL)
     assert ended.error.count("\n") == 1
     assert HEADER not in ended.out
-    assert not (tmp_path / "runs/split/split.json").exists()
+    assert not (folder / "runs/split/split.json").exists()
 
 
 @pytest.mark.parametrize(
