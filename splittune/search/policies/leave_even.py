@@ -38,6 +38,8 @@ class LeaveEven:
             num_devices=best.split.num_devices,
             gpu0_bsz=share - max(1, int(self.moved * share)),
         )
+        if split not in state.space:  # every device must have more
+            return None
         shards = split.shard_sizes
         needed = state.memory.needed(np.array([float(split.accumulation_steps)]), np.array([shards], dtype=float))
         if (needed.most > state.limits).any():

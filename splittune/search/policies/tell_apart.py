@@ -35,7 +35,9 @@ class TellApart:
         known = {self._kind_alone(trial.split, kinds) for trial in state.trials if trial.ran}
         for kind in sorted(set(kinds) - known):
             split = self._alone(space, [i for i, other in enumerate(kinds) if other == kind], share)
-            if split is None or any(trial.split == split or trial.rules_out(split) for trial in state.trials):
+            if split is None or split not in space:
+                continue
+            if any(trial.split == split or trial.rules_out(split) for trial in state.trials):
                 continue
             names = ", ".join(f"GPU {device}" for device, other in enumerate(kinds) if other == kind)
             return Proposal(split=split, kind="tell apart", reason=f"{names} alone: how fast is that kind?")

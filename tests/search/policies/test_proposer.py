@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial
@@ -10,7 +13,7 @@ from splittune.search.policies.base import Policy, Proposal, ProposalKind, Searc
 from splittune.search.policies.proposer import Proposer, propose
 from tests.search.jobs import JOBS
 from tests.search.policies.story import search, state_after
-from tests.search.problem import card_memory, even, job, trial
+from tests.search.problem import Job, card_memory, even, job, trial
 
 
 class Wants(Policy):
@@ -48,6 +51,36 @@ def test_every_proposal_says_what_it_is_for_and_why(name: str) -> None:
     assert proposals[0].kind == "start"
     assert {one.kind for one in proposals} <= set(get_args(ProposalKind))
     assert all(one.reason and "\n" not in one.reason for one in proposals)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Job, int]:
+    """A small job, and the least that each card must have of a micro-batch."""
+    n = draw(st.integers(1, 5))
+    least = draw(st.integers(0, 3))
+    sample = draw(st.sampled_from([10, 100, 600]))
+    totals = [draw(st.sampled_from([2000, 4000])) for _ in range(n)]
+    problem = job(
+        [card_memory(is_first=i == 0, sample=sample, total=total) for i, total in enumerate(totals)],
+        B=draw(st.integers(max(1, n * least), 90)),
+        shares=draw(st.sampled_from(["gpu0", "each"])),
+        tells_busy=draw(st.booleans()),
+    )
+    return replace(problem, tells_all=draw(st.booleans())), least
+
+
+@given(jobs())
+@settings(max_examples=60)
+def test_no_proposal_is_illegal_or_was_measured(drawn: tuple[Job, int]) -> None:
+    """Whatever is told and whatever every card must have."""
+    problem, least = drawn
+    space = replace(problem.space(), min_shard_size=least)
+    proposer, trials = Proposer(space, problem.min_headroom_bytes), []
+    while len(trials) < 12 and (proposal := proposer.propose(trials)) is not None:
+        assert proposal.split in space
+        assert proposal.split not in [one.split for one in trials]
+        trials.append(trial(problem, proposal.split, problem.min_headroom_bytes))
+    assert trials
 
 
 def test_a_crash_is_left_alone() -> None:
