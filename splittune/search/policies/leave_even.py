@@ -38,12 +38,10 @@ class LeaveEven:
             num_devices=best.split.num_devices,
             gpu0_bsz=share - max(1, int(self.moved * share)),
         )
-        if split not in state.space:  # every device must have more
+        # every device may have to have more
+        if split not in state.space or any(trial.split == split or trial.rules_out(split) for trial in state.trials):
             return None
-        shards = split.shard_sizes
-        needed = state.memory.needed(np.array([float(split.accumulation_steps)]), np.array([shards], dtype=float))
-        if (needed.most > state.limits).any():
-            return None
-        if any(trial.split == split or trial.rules_out(split) for trial in state.trials):
+        steps, shards = np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float)
+        if (state.memory.needed(steps, shards).most > state.limits).any():
             return None
         return Proposal(split=split, kind="leave even", reason="all were even: GPU 0 with less")

@@ -45,12 +45,14 @@ class SmallestLeft:
     def _whole_batch(self, table: SplitTable, state: SearchState) -> Proposal | None:
         """One step holds one copy of the gradients less, and may fit where no accumulation does.
 
-        Evenly first. If that fails, shares of GPU 0 are halved between those that leave too much to
-        the others and those that are too much for GPU 0.
+        Evenly first. If that fails, GPU 0 gets the share furthest from those that failed: too much for
+        it, or too much left to the others. Example: of 64 samples on 3 devices 21, 43, 10.
         """
         evens = state.tables.evens.where(state.tables.evens.steps == 1)
         reason = "nothing fits that accumulates: the whole batch at once"
-        if len(evens) and not any(trial.split.accumulation_steps == 1 for trial in state.trials):
+        failed = [trial.split.gpu0_bsz for trial in state.trials if trial.split.accumulation_steps == 1]
+        if len(evens) and not failed:
             return Proposal(split=evens.split(0), kind="whole batch", reason=reason)
-        middle = int(np.argsort(table.shards[:, 0], kind="stable")[len(table) // 2])
-        return Proposal(split=table.split(middle), kind="whole batch", reason=reason)
+        ends = [-1, state.space.global_batch_size + 1]
+        distances = np.abs(table.shards[:, :1] - np.array([*failed, *ends])).min(axis=1)
+        return Proposal(split=table.split(int(distances.argmax())), kind="whole batch", reason=reason)

@@ -49,6 +49,16 @@ def test_of_a_single_step_shares_of_gpu0_are_halved() -> None:
     assert len(whole) <= 4
 
 
+def test_of_a_single_step_shares_of_gpu0_are_spread_out_where_no_device_is_named() -> None:
+    """Nobody says whether it was GPU 0, which holds 12 of 64 samples at most, or another, which holds 30: the share
+    furthest from all that failed comes next."""
+    problem = linear_job(B=64, num_devices=3, total_mib=(1200, 3000, 3000), gradients_mib=9000.0, oom="silent")
+    proposals, trials = search(problem, most=12)
+    whole = [place for place, one in enumerate(proposals) if one.kind == "whole batch"]
+    assert [proposals[place].split.gpu0_bsz for place in whole] == [21, 43, 10]
+    assert [trials[place].fits for place in whole] == [False, False, True]
+
+
 def test_it_ends_once_a_split_ran_or_fits() -> None:
     """At first it is for as long as nothing ran; at the end of all policies, for as long as nothing fits."""
     problem = job(2, B=16)
