@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from splittune.profiling.measurement import Outcome
 from splittune.report.advice import lines_of
 from splittune.report.explain import risks_of
 from splittune.report.foretold import describe_foretold
@@ -18,8 +19,10 @@ from splittune.report.words import (
     describe_model_error,
     gpus,
     rate_of,
+    shape_of,
     shares_of,
 )
+from splittune.split.shards import even_shards
 from splittune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from splittune.hardware import DeviceMemory
     from splittune.profiling.measurement import Measurement
     from splittune.report.tune_result import TuneResult
+    from splittune.split import BatchSplit
 
 # Prose is no wider than this, on any screen. A choice.
 MAX_WIDTH = 100
@@ -45,6 +49,7 @@ def show_result(result: TuneResult, console: Console, *, verbose: bool = False) 
     for line in _side_by_side(result):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print()
+    _print_prose(_faster_even(result), console)
     if verbose:
         _print_prose(WHY_STOPPED.get(result.stopped, ""), console)
         _print_prose(result.explanation, console)
@@ -92,6 +97,25 @@ def _headline(result: TuneResult) -> str:
     if result.speedup < LEAST_SPEEDUP:
         return f"As fast as the even split: {rates}"
     return f"{result.speedup:.2f}x faster at the same batch size: {rates}"
+
+
+def _faster_even(result: TuneResult) -> str:
+    """Which even split that was tried is faster than the baseline, the one of fewest steps; mostly empty."""
+    baseline = result.baseline
+    if baseline is None or baseline.throughput is None or _is_even(result):
+        return ""
+    runs = [trial.measurement for trial in result.trials if trial.measurement.outcome is Outcome.OK]
+    evens = [
+        run for run in runs if run.split.shard_sizes == even_shards(run.split.micro_batch_size, run.split.num_devices)
+    ]
+    fastest = max(evens, key=lambda run: run.throughput or 0.0, default=baseline)
+    if (fastest.throughput or 0.0) < LEAST_SPEEDUP * baseline.throughput:
+        return ""
+    return f"The fastest even split that was tried is {shape_of(fastest.split)}: {rate_of(fastest)} samples/s."
+
+
+def _is_spread_evenly(split: BatchSplit) -> bool:
+    return split.shard_sizes == even_shards(split.micro_batch_size, split.num_devices)
 
 
 def _is_even(result: TuneResult) -> bool:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from splittune.profiling.measurement import Outcome
 from splittune.report.console import describe_memory_kept, show_notes, show_result
 from splittune.split import BatchSplit
-from tests.report.results import BASELINE, BEST, EVEN, Screen, memory, ran, result
+from tests.report.results import BASELINE, BEST, EVEN, Screen, memory, ran, result, trial
 
 
 def shown(*, verbose: bool = False, width: int = 100, is_terminal: bool = False, **fields) -> Screen:
@@ -26,6 +27,17 @@ def test_the_answer_stands_first_between_empty_lines() -> None:
     blank, answer, after, *_ = shown().lines
     assert answer == "1.60x faster at the same batch size: 128 instead of 80.0 samples/s (modelled)"
     assert (blank, after) == ("", "")
+
+
+def test_an_even_split_that_beats_the_baseline_is_named() -> None:
+    """The baseline is the one of fewest steps; where one of more steps was faster, the gain over that is smaller."""
+    split = replace(EVEN, accumulation_steps=8, shard_sizes=(4, 4))
+    faster, slower, uneven = trial(ran(split, 0.6)), trial(ran(split, 0.9)), trial(BEST)
+    failed = trial(ran(split, 0.1, Outcome.NO_HEADROOM))
+    said = "The fastest even split that was tried is 8 x (4+4): 107 samples/s."
+    assert said in shown(trials=(slower, faster, uneven, failed)).text
+    for trials in ((), (slower, uneven, failed)):
+        assert "fastest even split" not in shown(trials=trials).text
 
 
 def test_both_splits_stand_side_by_side() -> None:
