@@ -7,7 +7,7 @@ twice: with all readings, and with none of the optional ones; Optuna's samplers 
 other tools see the first `--peers`. Regret is what the chosen split's true samples/s lack to the
 best one's, 1 where nothing was found. OOMs count from the first trial that ran: before one did,
 they are how a search learns where to go. Tables are printed, and written to `search_judged.csv`
-with a picture, the problems to `search_judged_problems.csv`.
+with a picture, the problems to `search_judged_problems.csv.gz`.
 
 "lines" are the problems that the search grew up with, in the forms of its own models; the others
 were written apart from it.
@@ -244,5 +244,6 @@ def main(arguments: list[str] | None = None) -> None:
     table.assign(first_seed=chosen.first_seed, optuna=optuna.__version__).round(6).to_csv(
         chosen.out / "search_judged.csv"
     )
-    problems.drop(columns="own_ms_per_trial").round(6).to_csv(chosen.out / "search_judged_problems.csv", index=False)
+    without_clock = problems.drop(columns="own_ms_per_trial").round(6)
+    without_clock.to_csv(chosen.out / "search_judged_problems.csv.gz", index=False)
     plot(problems, chosen.out / "search_judged.png")

@@ -15,7 +15,7 @@ from splittune.search.policies.proposer import POLICIES
 def test_a_judgement_writes_its_table_its_problems_and_its_picture(tmp_path: Path) -> None:
     """One problem of a generator by every way of searching: a row each, with regrets between 0 and 1."""
     judge.main(["--problems", "1", "--peers", "1", "--first-seed", "3", "--only", "layered", "--out", str(tmp_path)])
-    rows = pd.read_csv(tmp_path / "search_judged_problems.csv")
+    rows = pd.read_csv(tmp_path / "search_judged_problems.csv.gz")
     assert set(rows.search) == set(judge.SEARCHES) | set(judge.PEERS)
     assert rows.regret.between(0, 1).all()
     assert rows.num_duplicates[rows.search.str.startswith("guided")].eq(0).all()
