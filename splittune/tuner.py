@@ -63,7 +63,7 @@ class TuneCallback(Protocol):
 
 
 def autotune(
-    model: nn.Module | JobSource,
+    model: nn.Module | TrainingTask | JobSource,
     loader: Iterable[Any] | None = None,
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
@@ -97,9 +97,9 @@ def autotune(
     seconds at most: `TuneResult.foretold`.
 
     Args:
-        model: the module to train, not wrapped; with ``isolation="process"`` what makes the whole
-            job instead, a function without arguments that returns a `TrainingTask`, or
-            ``"FILE.py:FUNCTION"``.
+        model: the module to train, not wrapped, or a `TrainingTask`, which holds loader, loss and the
+            like as well; with ``isolation="process"`` what makes the whole job instead, a function
+            without arguments that returns a `TrainingTask`, or ``"FILE.py:FUNCTION"``.
         loader: gives the batches, and can be iterated over again; its batch size is the global batch.
         loss_fn: ``loss_fn(output, targets)``, a mean over samples. None: the model's output is a scalar or carries
             ``.loss``; else cross-entropy for integer targets, MSE for floats. What was inferred is logged.
@@ -165,7 +165,14 @@ def autotune(
         sampler=sampler,
         seed=seed,
     )
-    module: Any = model  # what is none is refused by TrainingTask
+
+    def make_task() -> TrainingTask:
+        if isinstance(model, TrainingTask):
+            _refuse_parts(parts, "a TrainingTask, which holds its own: expected that alone, autotune(task, ...)")
+            return model if global_batch_size is None else replace(model, global_batch_size=global_batch_size)
+        module: Any = model  # what is none is refused by TrainingTask
+        return TrainingTask(module, **parts, global_batch_size=global_batch_size)
+
     if strategies_of(strategy) != ("dp",):
         if advise:
             raise ConfigError(f'advise is set with strategy="{strategy}": expected "dp". Leave advise out.')
@@ -176,9 +183,6 @@ def autotune(
         # imported late: it stands on this module
         from splittune.collective import is_collective, is_leader, tune_together
         from splittune.modelled_ddp import tune_by_strategy, virtual_cards
-
-        def make_task() -> TrainingTask:
-            return TrainingTask(module, **parts, global_batch_size=global_batch_size)
 
         if is_collective():
             callback = callback_for(progress and is_leader())
@@ -195,10 +199,15 @@ def autotune(
 
         runner: Runner
         if isolation == "process":
-            _refuse_parts(parts)
-            runner = WorkerRunner(model, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
+            _refuse_parts(
+                parts,
+                'isolation="process", which makes the job anew in another process: expected a function alone, '
+                "autotune(make_task, ...), whose TrainingTask holds them",
+            )
+            source: Any = model  # what is here already is refused
+            runner = WorkerRunner(source, devices, global_batch_size=global_batch_size, trial_timeout_s=trial_timeout_s)
         elif isolation is None:
-            task = TrainingTask(module, **parts, global_batch_size=global_batch_size)
+            task = make_task()
             at_hand = TaskJob(task, resolve_hardware(devices))
             runner = InProcessRunner(task, at_hand.hardware)
         else:
@@ -209,7 +218,7 @@ def autotune(
                 at_hand
                 if isolation is None
                 else SourceJob(
-                    model,
+                    source,
                     result.config.devices,
                     result.config.virtual_spec,
                     global_batch_size=global_batch_size,
@@ -306,13 +315,10 @@ def _study_name(job: JobFacts, placement: LossPlacement, strategy: Strategy) -> 
     return f"{job.title}{loss} on {'ranks with ' if strategy == 'ddp' else ''}{cards}"
 
 
-def _refuse_parts(parts: dict[str, Any]) -> None:
+def _refuse_parts(parts: dict[str, Any], beside: str) -> None:
     given = [name for name, part in parts.items() if part is not None and not _is_empty(part)]
     if given:
-        raise ConfigError(
-            f'got {", ".join(given)} with isolation="process", which makes the job anew in another process: expected a '
-            "function alone, autotune(make_task, ...), whose TrainingTask holds them."
-        )
+        raise ConfigError(f"got {', '.join(given)} with {beside}.")
 
 
 def _is_empty(part: object) -> bool:

@@ -239,6 +239,20 @@ def test_a_global_batch_other_than_the_loaders_is_legal(
     assert f"training needs a loader of batch size {global_batch_size}" in caplog.text
 
 
+def test_a_training_task_is_tuned_as_its_parts_are() -> None:
+    """What `plan` and the command line take is taken here as well, with another batch where one is given."""
+    job = JOBS["mlp"]()
+    task = TrainingTask(**job)
+    of_parts, of_task = tune(job, max_trials=2), tune({"model": task}, max_trials=2)
+    assert of_task.trials == of_parts.trials
+    assert replace(of_task.config, created=of_parts.config.created) == of_parts.config
+    assert tune({"model": task}, max_trials=1, global_batch_size=8).config.split.global_batch_size == 8
+    with pytest.raises(ConfigError, match=r"got loader with a TrainingTask.*autotune\(task, \.\.\.\)"):
+        tune({"model": task, "loader": job["loader"]})
+    with pytest.raises(ConfigError, match="a worker process cannot be given a TrainingTask"):
+        tune({"model": task}, isolation="process")
+
+
 def test_numpys_integers_are_integers(tmp_path: Path) -> None:
     """Options out of an array give what plain integers give, down to the file."""
     options = {"global_batch_size": 12, "max_trials": 1, "seed": 2, "min_headroom_bytes": 4096}

@@ -249,7 +249,7 @@ def _recipe_of(job: JobSource) -> dict[str, str]:
 
 
 def _described(given: object) -> str:
-    return f"a {type(given).__name__}" if isinstance(given, nn.Module) else repr(given)
+    return f"a {type(given).__name__}" if isinstance(given, nn.Module | TrainingTask) else repr(given)
 
 
 def _plain(device: str | int | torch.device) -> str | int:
