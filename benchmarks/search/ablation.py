@@ -71,7 +71,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _name_of(policy: Policy) -> str:
-    """Policies of one class are told apart by what they are for: ``"SmallestLeft(until='one ran')"``."""
+    """Policies of one class are told apart by what they are for: ``"FindBaseline(min_fewer_steps=0.2)"``."""
     alike = [other for other in POLICIES if type(other) is type(policy)]
     if len(alike) == 1:
         return type(policy).__name__

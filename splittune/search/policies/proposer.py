@@ -23,7 +23,6 @@ from splittune.split import SplitSpace
 
 POLICIES: tuple[Policy, ...] = (
     StartSmall(),
-    SmallestLeft(until="one ran"),
     FindBaseline(min_fewer_steps=0.2),  # in large strides at first
     TellApart(),
     ExpectedImprovement(),
@@ -33,7 +32,7 @@ POLICIES: tuple[Policy, ...] = (
     LeaveEven(),
     RiskyImprovement(when="readings missing", min_gain=0.01, min_runs=0.3, max_ooms=2),
     RiskyImprovement(when="nothing is safe", min_gain=0.7),
-    SmallestLeft(until="one fits"),
+    SmallestLeft(),
 )
 
 # Predictions that were off by more deviations than this, on the root mean square, are not believed. A

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -13,18 +12,16 @@ from splittune.search.policies.base import Proposal, SearchState
 
 @dataclass(frozen=True, slots=True)
 class SmallestLeft:
-    """The smallest split that no failure has ruled out, for as long as none ran, or none fits.
+    """The smallest split that no failure has ruled out, for as long as none fits.
 
-    Of splits with the same micro-batch, the one with the fewest samples on the devices that likely
-    ran out of memory comes first, then the one with the most steps.
+    It is the last policy: before a trial ran no other wants one, and afterwards it is what remains
+    when the models see no candidate any more. Of splits with the same micro-batch, the one with the
+    fewest samples on the devices that likely ran out of memory comes first, then the one with the
+    most steps.
     """
 
-    until: Literal["one ran", "one fits"]
-    """When it ends. Until one ran nothing else can be proposed: the models know nothing. Until one
-    fits it is what remains when the models see no candidate any more."""
-
     def propose(self, state: SearchState) -> Proposal | None:
-        if state.any_ran if self.until == "one ran" else state.any_fits:
+        if state.any_fits:
             return None
         table = state.tables.listed
         if state.space.shares == "each" and not state.space.min_shard_size:
