@@ -105,9 +105,7 @@ def _faster_even(result: TuneResult) -> str:
     if baseline is None or baseline.throughput is None or _is_even(result):
         return ""
     runs = [trial.measurement for trial in result.trials if trial.measurement.outcome is Outcome.OK]
-    evens = [
-        run for run in runs if run.split.shard_sizes == even_shards(run.split.micro_batch_size, run.split.num_devices)
-    ]
+    evens = [run for run in runs if _is_spread_evenly(run.split)]
     fastest = max(evens, key=lambda run: run.throughput or 0.0, default=baseline)
     if (fastest.throughput or 0.0) < LEAST_SPEEDUP * baseline.throughput:
         return ""
