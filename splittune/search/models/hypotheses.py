@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,42 +21,41 @@ class StepCosts:
 
     per_micro_step_s: float = 0.0
     """c, for each of the k micro-steps."""
-    per_sample_s: float = 0.0
-    """omega, for each sample of a micro-step whose outputs several devices gather."""
     per_device_s: float = 0.0
     """h, for each device beside the first that takes part in a micro-step."""
     per_step_s: float = 0.0
     """u, once a step: the update."""
     per_reduce_s: float = 0.0
     """r, once a step for each device beside the first."""
-
-    @classmethod
-    def from_vector(cls, costs: FloatArray) -> StepCosts:
-        """From (5,) numbers in the order of the fields."""
-        return cls(**dict(zip((field.name for field in fields(cls)), costs.tolist(), strict=True)))
+    per_gathered_sample_s: tuple[float, ...] = ()
+    """lambda_i, for each sample whose outputs come from device i: (n,), 0 for GPU 0, which gathers them."""
 
     def of(self, counts: StepCounts) -> FloatArray:
         """(N,) seconds of a step."""
-        return np.asarray(counts.matrix @ np.array(astuple(self)))
+        *shared, links = astuple(self)
+        seconds = counts.matrix @ np.array(shared)
+        return np.asarray(seconds + counts.samples @ np.array(links) if links else seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
     """How often a step of each of N splits pays for each of `StepCosts`.
 
-    Worked: 3 accumulation steps of 10 samples over 2 devices are a row of 3 micro-steps, 30
-    samples, 3 micro-steps of further devices, 1 step and 1 reduce.
+    Worked: 3 accumulation steps of 4 + 6 samples are a row of 3 micro-steps, 3 micro-steps of
+    further devices, 1 step and 1 reduce, and 12 + 18 samples.
     """
 
     matrix: FloatArray
-    """(N, 5), columns in the order of the fields of `StepCosts`."""
+    """(N, 4), columns in the order of the first fields of `StepCosts`."""
+    samples: FloatArray
+    """(N, n) samples of a step on each device."""
 
     @classmethod
     def of(cls, steps: FloatArray, shards: FloatArray) -> StepCounts:
         """Of N splits: `steps` (N,), `shards` (N, n)."""
-        active = (shards > 0).sum(axis=1)
-        samples = steps * shards.sum(axis=1) * (active > 1)
-        return cls(np.column_stack([steps, samples, steps * (active - 1.0), np.ones_like(steps), active - 1.0]))
+        further = (shards > 0).sum(axis=1) - 1.0
+        matrix = np.column_stack([steps, steps * further, np.ones_like(steps), further])
+        return cls(matrix=matrix, samples=steps[:, None] * shards)
 
     @property
     def micro_steps(self) -> FloatArray:
@@ -66,24 +65,21 @@ class StepCounts:
     @property
     def active_devices(self) -> FloatArray:
         """(N,) a, the devices that have a share."""
-        return self.matrix[:, 4] + 1
+        return self.matrix[:, 3] + 1
 
     def where(self, chosen: NDArray[np.bool_] | Sequence[int]) -> StepCounts:
         """Of these splits alone."""
-        return StepCounts(self.matrix[chosen])
+        return StepCounts(matrix=self.matrix[chosen], samples=self.samples[chosen])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """Seconds a step, ``k (c + omega m + h (a - 1) + max(max_i t_i(s_i), g a)) + u + r (a - 1)``.
-
-    m is the micro-batch, a the number of devices with a share s_i. See `TimeModel`.
-    """
+    """Seconds a step, as the formula of `TimeModel` says."""
 
     curves: tuple[Curve, ...]
     """t_i, one for each device."""
     costs: StepCosts = StepCosts()
-    """c, omega, h, u and r."""
+    """c, h, u, r and lambda_i."""
     host_s_per_device: float = 0.0
     """g: one thread launches for all devices taking part, and the slowest may wait for it."""
     most_host_s_per_device: float = 0.0
@@ -103,8 +99,7 @@ class Hypothesis:
         seconds = np.empty_like(shards)
         for curve, own in self._devices_by_curve():
             seconds[:, own] = curve(sizes)[whole[:, own]] if are_sizes_fewer else curve(shards[:, own])
-        if self.gpu0_per_sample_s:
-            seconds[:, 0] += self.gpu0_per_sample_s * shards.sum(axis=1)
+        seconds[:, 0] += self.gpu0_per_sample_s * shards.sum(axis=1)
         which = seconds.argmax(axis=1)
         return which, seconds[np.arange(len(shards)), which]
 

@@ -74,23 +74,23 @@ class _Fit:
         beside it: while the others work, or once they have finished, when all wait for it.
         """
         per_sample_s = self._gpu0_per_sample_s()
-        weighed = self._of_busy_times(self.trials.busy_s, 0.0)
+        weighed = self._of_busy_times(self.trials.busy_s)
         if per_sample_s:
             less = self.trials.busy_s
             less[:, 0] = np.maximum(less[:, 0] - per_sample_s * self.trials.shards.sum(axis=1), 0.0)
-            weighed += self._of_busy_times(less, 0.0) + self._of_busy_times(less, per_sample_s)
+            weighed += self._of_busy_times(less) + self._of_busy_times(less, per_sample_s)
         return weighed
 
-    def _of_busy_times(self, busy_s: FloatArray, gpu0_per_sample_s: float) -> list[Weighed]:
+    def _of_busy_times(self, busy_s: FloatArray, gpu0_per_sample_s: float = 0.0) -> list[Weighed]:
+        def of(curves: tuple[Curve, ...], log_prior: float = 0.0) -> Weighed:
+            return self._weighed(self._with_costs(curves, gpu0_per_sample_s), log_prior)
+
         plain = self._curves_of_busy_devices(busy_s, tile=1)
-        weighed = [self._weighed(self._with_costs(plain, gpu0_per_sample_s))]
+        weighed = [of(plain)]
         if all(curve.is_well_known(self.trials.noise) for curve in plain):
             return weighed
-        for tile in self._tiles():
-            curves = self._curves_of_busy_devices(busy_s, tile)
-            if any(curve.tile > 1 for curve in curves):
-                weighed.append(self._weighed(self._with_costs(curves, gpu0_per_sample_s), -TILE_PENALTY))
-        return weighed
+        tiled = [self._curves_of_busy_devices(busy_s, tile) for tile in self._tiles()]
+        return weighed + [of(curves, -TILE_PENALTY) for curves in tiled if any(curve.tile > 1 for curve in curves)]
 
     def _gpu0_per_sample_s(self) -> float:
         """Seconds that GPU 0 works for each sample of the micro-batch, by the lines of its kind.
@@ -272,11 +272,25 @@ class _Fit:
 
     def _costs_beside(self, slowest_s: FloatArray) -> tuple[StepCosts, float]:
         """Costs beside the slowest devices' seconds, and the squared relative error left."""
-        trials, step_s = self.trials, np.exp(self.trials.log_step_s)
-        rows = trials.counts.matrix / step_s[:, None]
+        trials, step_s, links = self.trials, np.exp(self.trials.log_step_s), self._kinds_of_link()
+        matrix = np.column_stack([trials.counts.matrix, trials.counts.samples @ links.T])
+        rows = matrix / step_s[:, None]
         costs, _ = nnls(rows, np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s)
         predicted = trials.steps * slowest_s / step_s + rows @ costs
-        return StepCosts.from_vector(costs), float((np.log(predicted) ** 2).sum())
+        c, h, u, r, *of_links = costs.tolist()
+        gathered_s = tuple((np.array(of_links) @ links).tolist())
+        fitted = StepCosts(
+            per_micro_step_s=c, per_device_s=h, per_step_s=u, per_reduce_s=r, per_gathered_sample_s=gathered_s
+        )
+        return fitted, float((np.log(predicted) ** 2).sum())
+
+    def _kinds_of_link(self) -> FloatArray:
+        """(K, n) 1 for the devices of each of K kinds, 0 for the others; GPU 0 is of none."""
+        totals = np.array(self.trials.totals)
+        if not self.trials.tells_busy:
+            return np.ones((1, len(totals)))
+        kinds = np.unique(totals[1:])[:, None]
+        return np.asarray((totals == kinds) & (np.arange(len(totals)) > 0), dtype=float)
 
 
 def _likeliest(weighed: Iterable[Weighed]) -> Hypothesis:

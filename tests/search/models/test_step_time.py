@@ -208,6 +208,23 @@ def test_cards_of_two_speeds_have_their_own_curves() -> None:
     assert model.curves[1](sample)[0] == pytest.approx(0.025, rel=0.02)
 
 
+def test_a_card_behind_a_slow_link_is_told_by_whole_steps() -> None:
+    """Outputs of GPU 2 take 8 ms a sample to come to GPU 0, those of GPU 1 take none, and no card works longer
+    for it: what whole steps take beside the busy times tells whose samples they are."""
+    memories = [card_memory(is_first=i == 0, total=total) for i, total in enumerate((10**6, 10**6, 10**5))]
+    problem = job(memories, B=B, times=[CardTime(launch_s=0.01, sample_s=0.004)] * 3, shares="each")
+
+    def linked(tried: BatchSplit) -> JudgedTrial:
+        judged = trials(problem, [tried])[0]
+        more = 0.008 * tried.shard_sizes[2]
+        times = tuple(time + more for time in judged.measurement.micro_step_times_s)
+        return replace(judged, measurement=replace(judged.measurement, micro_step_times_s=times))
+
+    model = TimeModel([linked(one) for one in (even(B, 16, 3), even(B, 8, 3), even(B, 4, 3), split(B, 4, 6, 8, 2))])
+    wanted = [split(B, 4, 8, 6, 2), split(B, 4, 4, 4, 8)]
+    assert predicted(model, *wanted) == pytest.approx([linked(one).measurement.step_time_s for one in wanted], rel=0.04)
+
+
 def test_a_card_that_never_worked_is_hoped_to_be_like_its_kind() -> None:
     """Of a card without a share its memory tells the kind; one of a memory of its own is hoped to
     be like the fastest.
