@@ -11,7 +11,7 @@ from splittune.profiling.measurement import Outcome
 from splittune.search.arrays import FloatArray
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
-from splittune.search.models.memory_bounds import coefficient_bounds
+from splittune.search.models.memory_bounds import are_on_slope, coefficient_bounds
 from splittune.search.models.memory_readings import MICRO_BATCH, REPEATABILITY, SHARE, MemoryReadings, rows_of
 from splittune.search.models.polytope import Polytope, agreeing_with
 
@@ -27,18 +27,15 @@ WIDENING = 1.5
 # One that ran out of memory raises it by no less than this part. A prediction that is off by less
 # than it came true. A choice.
 LEAST_WIDENING = 0.02
-# Predictions that come true lower the margin, at once to no less than this. A choice: below it
-# memory is as good as affine (`MemoryModel.is_affine`).
+# Predictions that come true lower the margin, at once to no less than this. A choice. Smaller, and one
+# good prediction makes up for many bad ones.
 SETTLED_MARGIN = 0.03
 # A trial tells something of the model if it was held likely to exceed the largest peak by this
 # part. A choice. Larger, and the margin settles later.
 REACH = 0.1
-# Reserved minus allocated may vary by this fraction of allocated before memory is called
-# non-affine. A choice. Larger, and fewer splits are tried of which only the chances are known.
-UNEVEN = 0.01
-# How many powers of ten an excess may be smaller than the most that it can be. A choice: a sample
-# takes between a thousandth of a card and all of it. Smaller, and fewer risks are taken.
-ORDERS = 3
+# What is not known takes at least this part of the most that it can take, to all of it. Of the risks that
+# searches of drawn problems took, as many came true as that says. Smaller, and more risks are taken.
+LEAST_PART = 0.25
 # A model that does not fit is told where a device was filled to more than this part. A choice: on
 # emptier devices it decides nothing.
 FULL_ENOUGH = 0.25
@@ -57,17 +54,16 @@ class Interval:
     def feasibility_below(self, limits: FloatArray) -> FloatArray:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.
 
-        Below the likeliest the density is even. Above it nothing was seen of what may grow there, not
-        even its order of magnitude: the logarithm of the excess is even over `ORDERS` powers of ten
-        below the most. Worked: 8 to 12 GiB, likeliest 8, stays below 8.4 GiB with
-        ``1 - log10((12 - 8) / (8.4 - 8)) / 3 = 2 / 3``.
+        Below the likeliest the density is even. Above it, where nothing was seen of what may grow, the
+        logarithm of the excess is even between `LEAST_PART` of the most that it can be and that. Worked:
+        8 to 12 GiB, likeliest 8, stays below 10 GiB with ``log(2 / 1) / log(4 / 1) = 0.5``.
         """
         low, high = self.least, np.maximum(self.most, self.least)
         top, x = np.clip(self.likely, low, high), np.clip(limits, low, high)
         below = (top - low) / np.maximum(high - low, 1.0)
         rising = (x - low) / np.maximum(high - low, 1.0)
-        orders = np.log10(np.maximum(high - top, 1.0) / np.maximum(x - top, 1.0))
-        above = below + (1 - below) * np.clip(1 - orders / ORDERS, 0.0, 1.0)
+        part = np.maximum(x - top, 1.0) / np.maximum(high - top, 1.0)
+        above = below + (1 - below) * np.clip(1 - np.log(part) / np.log(LEAST_PART), 0.0, 1.0)
         within = np.where(x < top, rising, np.where(x >= high, 1.0, above))
         return np.asarray(np.where(limits < low, 0.0, within).min(axis=1))
 
@@ -102,8 +98,6 @@ class MemoryModel:
         self._readings = MemoryReadings(num_devices)
         self.margin = 0.0
         """The part by which `Interval.most` is raised where no trial has shown that less is enough."""
-        self._margin_from_unseen_devices = 0.0
-        """The part of `margin` from devices never measured before, whose bounds were borrowed."""
         self.errors: list[float] = []
         """Of each prediction: measured over most, minus 1, on the device furthest above.
 
@@ -145,12 +139,23 @@ class MemoryModel:
         return self._readings.alike(device)
 
     @property
-    def is_affine(self) -> bool:
-        """Whether trials kept within their intervals, and the allocator's overhead was even."""
-        if not self._readings.runs:
-            return True
-        is_kept = self.margin - self._margin_from_unseen_devices < SETTLED_MARGIN
-        return is_kept and self._overhead.most.ratio - self._overhead.mean.ratio < UNEVEN
+    def is_flat(self) -> bool:
+        """Whether no size has raised a peak yet, and every device ran with two or more.
+
+        A phase that no batch changes holds more then: the gradients' reduce, or the update.
+        """
+        each = [self._readings.readings(device) for device in range(self._n)]
+        return all(len({r.row[SHARE] for r in one}) > 1 and not any(are_on_slope(one)) for one in each)
+
+    def most_while_flat(self, needed: Interval) -> FloatArray:
+        """(N, n) the most that is to be expected where memory `is_flat` and what is held at rest is known.
+
+        What a sample takes is only known to be less than would have been seen, so bounds double with
+        the share; `LEAST_PART` of that is reckoned with. Worked: 2 GiB at rest and 10 at most is 4.
+        """
+        at_rest = [[memory.resting_bytes or 0 for memory in run.memory] for run in self._readings.runs]
+        rest = np.minimum(np.min(at_rest, axis=0), needed.most)
+        return np.asarray(rest + LEAST_PART * (needed.most - rest))
 
     def warnings(self) -> tuple[str, ...]:
         """A sentence if the model did not fit; none while every device stayed far from full."""
@@ -299,14 +304,11 @@ class MemoryModel:
         if has_failed:
             wider = max(wider, LEAST_WIDENING)
         self.margin += wider
-        if not self._readings.readings(int(errors.argmax())):
-            self._margin_from_unseen_devices += wider
 
     def _narrow(self, exceeded: float) -> None:
         """A prediction came true; without the margin it would have been exceeded by this part."""
         enough = WIDENING * exceeded
         self.margin = max(min(self.margin, SETTLED_MARGIN), min(self.margin, enough), self.margin / 2)
-        self._margin_from_unseen_devices = min(self._margin_from_unseen_devices, self.margin)
 
     def _goes_beyond(self, likely: FloatArray) -> bool:
         """Whether a prediction was beyond what had been measured, so that it tells something."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from splittune.search.arrays import FloatArray
+from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.models.memory_readings import (
     ACCUMULATES,
     CONSTANT,
@@ -51,16 +51,21 @@ def coefficient_bounds(
     return constraints.bounds()
 
 
+def are_on_slope(readings: Sequence[Reading]) -> BoolArray:
+    """(R,) which peaks lie above the flat of the smallest of their kind, single steps or accumulating ones."""
+    rows, peaks = _rows_and_peaks(readings)
+    accumulates = rows[:, ACCUMULATES]
+    flat = np.array([peaks[accumulates == kind].min() for kind in accumulates])
+    return np.asarray(peaks > flat + ON_SLOPE_TOLERANCES * REPEATABILITY * peaks)
+
+
 def _add_peaks(constraints: ConstraintRows, readings: Sequence[Reading]) -> None:
     """No line exceeds a peak, and it reaches those above the flat."""
     rows, peaks = _rows_and_peaks(readings)
-    accumulates = rows[:, ACCUMULATES]
     tolerances = REPEATABILITY * peaks
-    flat = np.array([peaks[accumulates == kind].min() for kind in accumulates])
-    is_on_slope = peaks > flat + ON_SLOPE_TOLERANCES * tolerances
     constraints.add(
         rows,
-        least=np.where(is_on_slope, peaks - tolerances, -np.inf),
+        least=np.where(are_on_slope(readings), peaks - tolerances, -np.inf),
         most=peaks + tolerances,
         slack=np.maximum(tolerances, LEAST_SLACK_BYTES),
     )

@@ -42,7 +42,6 @@ ProposalKind = Literal[
     "baseline",
     "improve",
     "tell apart",
-    "leave even",
     "risky",
     "verify",
 ]
@@ -153,7 +152,7 @@ class SearchState:
 
     def _scores_of(self, table: SplitTable) -> CandidateScores:
         times = self.time.predict(table.steps, table.shards)
-        best_log_s = self._best_log_s()
+        best_log_s = self.best_log_s
         # with nothing to compare with, everything gains, the fastest most
         reference = best_log_s if np.isfinite(best_log_s) else float(times.log_s.max()) + 1
         needed = self.memory.needed(table.steps, table.shards)
@@ -169,7 +168,8 @@ class SearchState:
             cannot_oom=is_within_budget & self.is_grown_slowly(table),
         )
 
-    def _best_log_s(self) -> float:
+    @cached_property
+    def best_log_s(self) -> float:
         """Predicted for the fastest split that fits; infinite where none does."""
         fitting = [trial.split for trial in self.trials if trial.fits]
         if not fitting:

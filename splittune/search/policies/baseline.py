@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splittune.search.candidates.table import open_rows
+from splittune.search.arrays import BoolArray
+from splittune.search.candidates.table import SplitTable, open_rows
 from splittune.search.judged_trials import JudgedTrial, known_infeasible
 from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit
@@ -24,27 +25,44 @@ class FindBaseline:
     """The part of the steps that another trial must save. A choice. Larger: the baseline is found
     in fewer trials and may have more steps than it needs."""
 
-    min_fits: float = 0.5
-    """Where trials do not tell what is held at rest, bounds are wide for want of knowledge: then splits
-    this likely to keep their headroom will do. A choice: more likely than not."""
+    min_gain: float | None = None
+    """Optimistic gain, in logarithms of time, that the trial must promise; None where it is wanted in any
+    case. A choice. Larger: fewer trials where fewer steps are hardly faster."""
+
+    deviations: float = 2
+    """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         if not state.any_ran:
             return None
         evens = state.tables.evens
-        safe = evens.where(open_rows(evens, state.trials))
-        if len(safe):
-            needed = state.memory.needed(safe.steps, safe.shards)
-            fits = (needed.most <= state.limits).all(axis=1)
-            if not state.memory.knows_rest:
-                fits |= needed.feasibility_below(state.limits) >= self.min_fits
-            safe = safe.where(np.asarray(fits & state.is_grown_slowly(safe)))
-        if not len(safe):
-            return None
         fitting = [t.split.accumulation_steps for t in state.trials if t.fits and evens.is_any_of([t.split]).any()]
-        if fitting and int(safe.steps[0]) > (1 - self.min_fewer_steps) * min(fitting):
-            return None
-        return _towards_baseline(safe.split(0))
+        few_enough = (1 - self.min_fewer_steps) * min(fitting, default=np.inf)
+        wanted = evens.where(open_rows(evens, state.trials) & (evens.steps <= few_enough))
+        wanted = wanted.where(self._fits(wanted, state))
+        return _towards_baseline(wanted.split(0)) if len(wanted) and self._is_gain(wanted, state) else None
+
+    def _fits(self, evens: SplitTable, state: SearchState) -> BoolArray:
+        """(N,) which even splits keep their headroom.
+
+        Bounds are wide for want of knowledge where trials do not tell what is held at rest: then the
+        likeliest must fit. And they are wide while no size has raised a peak: a card that parameters
+        almost fill would be approached in small steps, so larger ones are taken until one fails.
+        """
+        needed, memory = state.memory.needed(evens.steps, evens.shards), state.memory
+        most = needed.most
+        if not memory.knows_rest:
+            most = needed.likely
+        elif memory.is_flat and all(trial.ran for trial in state.trials[1:]):
+            most = memory.most_while_flat(needed)
+        return np.asarray((most <= state.limits).all(axis=1) & state.is_grown_slowly(evens))
+
+    def _is_gain(self, wanted: SplitTable, state: SearchState) -> bool:
+        """Whether the first of these splits may be as much faster as is asked for."""
+        if self.min_gain is None or not state.any_fits:
+            return True
+        times = state.time.predict(wanted.steps[:1], wanted.shards[:1])
+        return bool(state.best_log_s - times.log_s[0] + self.deviations * times.deviation[0] >= self.min_gain)
 
 
 def bisect_baseline(even_splits: Sequence[BatchSplit], trials: Sequence[JudgedTrial]) -> Proposal | None:

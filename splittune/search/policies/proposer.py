@@ -12,26 +12,20 @@ from splittune.search.models.calibration import Calibration
 from splittune.search.models.memory import MemoryModel
 from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables
 from splittune.search.policies.baseline import FindBaseline
+from splittune.search.policies.confidence import UpperConfidenceBound
 from splittune.search.policies.improve import ExpectedImprovement
-from splittune.search.policies.leave_even import LeaveEven
-from splittune.search.policies.risky import RiskyImprovement
 from splittune.search.policies.smallest_left import SmallestLeft
 from splittune.search.policies.start_small import StartSmall
 from splittune.search.policies.tell_apart import TellApart
-from splittune.search.policies.verify_uncertain import VerifyUncertain
 from splittune.split import SplitSpace
 
 POLICIES: tuple[Policy, ...] = (
     StartSmall(),
-    FindBaseline(min_fewer_steps=0.2),  # in large strides at first
+    FindBaseline(min_fewer_steps=0.2, min_gain=0.05),  # in large strides, while they promise speed
     TellApart(),
     ExpectedImprovement(),
-    RiskyImprovement(),
-    VerifyUncertain(),
-    FindBaseline(min_fewer_steps=0.05),  # then exactly
-    LeaveEven(),
-    RiskyImprovement(when="readings missing", min_gain=0.01, min_runs=0.3, max_ooms=2),
-    RiskyImprovement(when="nothing is safe", min_gain=0.7),
+    FindBaseline(min_fewer_steps=0.05),  # what the result is compared with
+    UpperConfidenceBound(),
     SmallestLeft(),
 )
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splittune.search.models.memory_bounds import coefficient_bounds
+from splittune.search.models.memory_bounds import are_on_slope, coefficient_bounds
 from splittune.search.models.memory_readings import ACCUMULATES, CONSTANT, REPEATABILITY, SHARE, Reading, row_of
 from splittune.search.models.polytope import Bounds
 
@@ -29,6 +29,12 @@ def test_a_peak_above_the_flat_is_reached() -> None:
     rows = bounds(reading(1, 1000, 0), reading(2, 2000, 0), reading(4, 4000, 0))
     assert rows.least[:3] == pytest.approx([-np.inf, 2000 * (1 - REPEATABILITY), 4000 * (1 - REPEATABILITY)])
     assert rows.most[:3] == pytest.approx(np.array([1000, 2000, 4000]) * (1 + REPEATABILITY))
+
+
+def test_the_flat_is_told_for_each_kind_of_step() -> None:
+    """1,000 bytes of single steps and 1,500 of accumulating ones are both flat; more than tolerance above is not."""
+    single, more = [reading(1, 1000, 0), reading(4, 1003, 0)], [reading(1, 1500, 0, 1.0), reading(8, 1600, 0, 1.0)]
+    assert are_on_slope([*single, *more]).tolist() == [False, False, False, True]
 
 
 def test_what_is_known_at_rest_gives_way_as_readings_do_and_a_guess_wholly() -> None:

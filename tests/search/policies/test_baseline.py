@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from splittune.profiling.measurement import Measurement, Outcome
@@ -7,7 +9,7 @@ from splittune.search.judged_trials import JudgedTrial
 from splittune.search.policies.baseline import FindBaseline, bisect_baseline
 from splittune.split import SplitSpace
 from tests.search.policies.story import of_kind, search, state_after
-from tests.search.problem import card_memory, even, job
+from tests.search.problem import MIB, card_memory, even, job, rows
 
 
 def test_even_splits_grow_until_the_baseline() -> None:
@@ -32,6 +34,36 @@ def test_a_few_steps_less_are_not_worth_a_trial() -> None:
     assert wanted is not None
     assert (wanted.split, wanted.kind) == (even(64, 1, 2), "baseline")
     assert FindBaseline(min_fewer_steps=0.6).propose(state) is None
+
+
+def test_fewer_steps_that_promise_no_speed_are_worth_no_trial() -> None:
+    """A step in 2 micro-steps instead of 1 costs 10 ms of 150: worth a trial where 5 % count, not where half does."""
+    state = state_after(job(2, B=64), [even(64, 32, 2), even(64, 2, 2)])
+    wanted = FindBaseline(min_gain=0.05).propose(state)
+    assert wanted is not None
+    assert wanted.split == even(64, 1, 2)
+    assert FindBaseline(min_gain=0.5).propose(state) is None
+
+
+@pytest.mark.parametrize(("total", "fits"), [(4200, True), (3700, False)])
+def test_where_memory_is_flat_it_strides_until_a_trial_fails(total: float, fits: bool) -> None:
+    """The reduce holds 3,000 MiB, more than 5 samples do, and a sample may take 200 for all that is seen. All 18
+    are taken at once; they need 3,800, and where that failed no more is tried than surely fits."""
+    memories = [card_memory(is_first=i == 0, parameters=500, state=1000, sample=100, total=total) for i in range(2)]
+    problem = job([replace(one, reduce=3000.0 * MIB) for one in memories], B=36)
+    state = state_after(problem, [even(36, 18, 2), even(36, 4, 2)])
+    assert state.memory.is_flat
+    wanted = FindBaseline().propose(state)
+    assert wanted is not None
+    assert wanted.split == even(36, 1, 2)
+    assert (state.memory.needed(*rows([wanted.split])).most > state.limits).all()
+    assert problem.fits(wanted.split) == fits
+    then = FindBaseline().propose(state_after(problem, [even(36, 18, 2), even(36, 4, 2), wanted.split]))
+    if fits:
+        assert then is None
+    else:
+        assert then is not None
+        assert then.split == even(36, 3, 2)
 
 
 @pytest.mark.parametrize(

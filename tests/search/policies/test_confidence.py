@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from splittune.profiling.measurement import Outcome
-from splittune.search.policies.risky import RiskyImprovement
+from splittune.search.policies.confidence import UpperConfidenceBound
 from tests.search.jobs import AFFINE
 from tests.search.policies.story import best_of, of_kind, search, state_after
 from tests.search.problem import MIB, CardTime, Job, card_memory, even, job, split
@@ -92,32 +92,32 @@ def test_where_memory_is_not_affine_a_likely_split_is_tried(make: Callable[[], J
 @pytest.mark.parametrize("name", AFFINE)
 def test_where_memory_is_affine_no_risk_is_taken(name: str) -> None:
     """No prediction is exceeded there, so nothing is tried that memory is not known to allow, and nothing runs out.
-    Where one sample fills a card nothing else is left to try, and the last trial finds out that two do not fit."""
+    Where one sample fills a card, one trial finds out that two do not fit on any."""
     proposals, trials = search(AFFINE[name](), most=12)
-    risks = len(of_kind("risky", proposals))
-    assert risks == (name == "one sample fills a card")
-    began, end = next(place for place, one in enumerate(trials) if one.ran), len(trials) - risks
-    assert all(one.measurement.outcome is not Outcome.OUT_OF_MEMORY for one in trials[began:end])
+    risks = of_kind("risky", proposals)
+    assert len(risks) == (name == "one sample fills a card")
+    began = next(place for place, one in enumerate(trials) if one.ran)
+    kept = [one for one, proposal in zip(trials[began:], proposals[began:], strict=True) if proposal not in risks]
+    assert all(one.measurement.outcome is not Outcome.OUT_OF_MEMORY for one in kept)
 
 
-def test_a_card_of_another_kind_that_holds_more_makes_memory_no_less_affine() -> None:
-    """What a card never used before took beyond what was predicted says nothing of lines: no risk is taken for it."""
+def test_a_card_of_another_kind_that_holds_more_does_not_hide_the_best() -> None:
+    """What a card never used before took beyond what was predicted says nothing of the others."""
     problem = one_kind_holds_more()
     _, trials = search(problem, most=12)
     assert not trials[0].ran
-    state = state_after(problem, trials)
-    assert state.memory.is_affine
-    assert RiskyImprovement().propose(state) is None
     assert best_of(problem, trials) == pytest.approx(1)
 
 
 def test_too_little_headroom_with_one_share_rules_out_no_larger_one() -> None:
-    """What the allocator holds varies: 47 samples on GPU 2 kept too little, 48 keep enough."""
+    """What the allocator holds varies: 47 samples on a card kept too little, 48 keep enough and are the best."""
     problem = excess_varies_on_large_shares()
-    tried = [even(1936, 646, 3), even(1936, 41, 3), even(1936, 29, 3), split(1936, 19, 16, 43, 43)]
-    proposal = RiskyImprovement().propose(state_after(problem, [*tried, split(1936, 18, 14, 47, 47)]))
-    assert proposal is not None
-    assert max(proposal.split.shard_sizes) > 47
+    proposals, trials = search(problem, most=12)
+    failed = next(place for place, one in enumerate(trials) if one.ran and not one.fits)
+    assert max(trials[failed].split.shard_sizes) == 47
+    assert proposals[failed + 1].kind == "risky"
+    assert max(proposals[failed + 1].split.shard_sizes) == 48
+    assert best_of(problem, trials) == pytest.approx(1)
 
 
 def test_what_kept_too_little_headroom_is_not_risked_again() -> None:
@@ -127,19 +127,47 @@ def test_what_kept_too_little_headroom_is_not_risked_again() -> None:
     state = state_after(problem, tried)
     failed = state.trials[-1]
     assert failed.oom_devices
-    proposal = RiskyImprovement().propose(state)
+    proposal = UpperConfidenceBound().propose(state)
     assert proposal is not None
     assert all(proposal.split.shard_sizes[i] != failed.split.shard_sizes[i] for i in failed.oom_devices)
 
 
-def test_no_risk_is_taken_for_a_small_gain() -> None:
-    """What a risk must gain is a field: where ten times as much is asked for, the same state wants none."""
+def test_gpu0_that_gathered_too_much_may_have_as_many_samples_of_fewer() -> None:
+    """GPU 0 lacked memory for what three cards gave it to gather, without a sample of its own: it may still have
+    none where two give it less, and the fastest split that fits is one of those."""
+    memories = [
+        card_memory(is_first=True, sample=100, output=400, total=1300),
+        *[card_memory(sample=20, total=1500)] * 3,
+    ]
+    problem = job(memories, B=24)
+    state = state_after(problem, [split(24, 24, 0, 1, 0, 0), split(24, 24, 1, 0, 0, 0), split(24, 8, 0, 1, 1, 1)])
+    assert [one.oom_devices for one in state.trials] == [frozenset(), frozenset(), {0}]
+    proposal = UpperConfidenceBound().propose(state)
+    assert proposal is not None
+    assert (proposal.split.gpu0_bsz, proposal.split.micro_batch_size) == (0, 2)
+
+
+def test_what_a_risk_is_worth_depends_on_the_price_of_an_oom() -> None:
+    """Both prices are fields: the same state wants no trial where one must gain ten times as much, and none
+    that may run out of memory where that costs a hundred times as much."""
     problem = allocator_varies()
     proposals, trials = search(problem, most=12)
     place = next(place for place, one in enumerate(proposals) if one.kind == "risky")
     state = state_after(allocator_varies(), trials[:place])
-    assert RiskyImprovement().propose(state) == proposals[place]
-    assert RiskyImprovement(min_gain=10.0).propose(state) is None
+    assert UpperConfidenceBound().propose(state) == proposals[place]
+    assert UpperConfidenceBound(min_gain=10.0).propose(state) is None
+    dear = UpperConfidenceBound(oom_price=1000.0).propose(state)
+    assert dear is None or "chance of 100%" in dear.reason or dear.kind == "verify"
+
+
+def test_a_search_does_not_end_beside_a_large_gain_for_want_of_safe_splits() -> None:
+    """Nothing that is safe is left after three small shares: what likely runs and would be twice as fast is tried."""
+    problem = job([card_memory(is_first=True, sample=900, total=2000), card_memory(sample=900, total=1600)], B=24)
+    problem.tells_all = False
+    state = state_after(problem, [even(24, 12, 2), split(24, 24, 1, 0), split(24, 24, 0, 1)])
+    proposal = UpperConfidenceBound().propose(state)
+    assert proposal is not None
+    assert proposal.kind == "risky"
 
 
 def test_where_readings_at_rest_are_missing_risk_brings_what_they_would() -> None:
@@ -151,25 +179,33 @@ def test_where_readings_at_rest_are_missing_risk_brings_what_they_would() -> Non
     assert best_of(problem, trials) == pytest.approx(1)
     state = state_after(problem, [even(24, 12, 2)])
     assert not state.memory.knows_rest
-    assert RiskyImprovement(when="readings missing", min_gain=0.01, min_runs=0.0).propose(state) is not None
-    problem.tells_all = True
-    told = state_after(problem, [even(24, 12, 2)])
-    assert told.memory.knows_rest
-    assert RiskyImprovement(when="readings missing", min_gain=0.01, min_runs=0.0).propose(told) is None
+    risky = UpperConfidenceBound().propose(state)
+    assert risky is not None
+    assert risky.kind == "risky"
 
 
-def test_a_search_does_not_end_beside_a_large_gain_for_want_of_safe_splits() -> None:
-    """Nothing that is safe is left after three small shares: what likely runs and would be twice as fast is tried,
-    until one such trial ran out of memory."""
-    last = RiskyImprovement(when="nothing is safe", min_gain=0.7)
-    problem = job([card_memory(is_first=True, sample=900, total=2000), card_memory(sample=900, total=1600)], B=24)
-    problem.tells_all = False
-    tried = [even(24, 12, 2), split(24, 24, 1, 0), split(24, 24, 0, 1)]
-    state = state_after(problem, tried)
-    proposal = last.propose(state)
-    assert proposal is not None
-    assert replace(last, min_gain=10.0).propose(state) is None
-    after = state_after(problem, [*tried, proposal.split])
-    assert not after.trials[-1].ran
-    assert last.propose(after) is None
-    assert replace(last, max_ooms=2).propose(after) is not None
+def test_models_that_were_wrong_are_verified_before_the_search_ends() -> None:
+    """On like cards with room for all the even split is the best and nothing is left to verify; had the latest
+    predictions been off by twenty deviations, there would be."""
+    problem = job(4, B=96)
+    _, trials = search(problem)
+    state = state_after(problem, trials)
+    assert UpperConfidenceBound().propose(state) is None
+    doubted = UpperConfidenceBound().propose(replace(state, doubt=20.0))
+    assert doubted is not None
+    assert doubted.kind == "verify"
+    assert doubted.split not in [one.split for one in trials]
+
+
+def test_it_wants_less_with_less_optimism() -> None:
+    """Its optimism is a field, and so is the gain that is worth a trial."""
+    state = state_after(job(4, B=96), [even(96, 24, 4), even(96, 2, 4), even(96, 1, 4)])
+    assert UpperConfidenceBound().propose(state) is not None
+    assert UpperConfidenceBound(deviations=0.0, min_gain=0.3).propose(state) is None
+
+
+def test_what_surely_fits_is_no_risk() -> None:
+    """Each verification keeps its headroom and none runs out of memory."""
+    problem = job([card_memory(is_first=True, sample=60, total=2000), *[card_memory(sample=60, total=3000)] * 3], B=128)
+    proposals, trials = search(problem)
+    assert all(one.fits for one, proposal in zip(trials, proposals, strict=True) if proposal.kind == "verify")
