@@ -98,6 +98,8 @@ class MemoryModel:
         self._readings = MemoryReadings(num_devices)
         self.margin = 0.0
         """The part by which `Interval.most` is raised where no trial has shown that less is enough."""
+        self._hands_back = True
+        """Whether no device has run out of memory that its allocator was to have handed back: in pieces it cannot."""
         self.errors: list[float] = []
         """Of each prediction: measured over most, minus 1, on the device furthest above.
 
@@ -211,7 +213,7 @@ class MemoryModel:
             np.minimum(least, most),
             np.minimum(likely + overhead.mean(likely), most),
             most,
-            np.minimum(most, raised - overhead.most(live) + overhead.after_flush(live)),
+            np.minimum(most, raised - overhead.most(live) + overhead.after_flush(live)) if self._hands_back else most,
         )
         idle = (shares == 0) & (device > 0)
         return tuple(np.where(idle, 0.0, bound) for bound in bounds)  # type: ignore[return-value]
@@ -291,6 +293,7 @@ class MemoryModel:
             return
         errors = held / np.maximum(most, 1.0) - 1
         self.errors.append(float(errors.max()))
+        self._hands_back &= has_run or self.errors[-1] <= 0
         has_failed = not has_run and self.errors[-1] > -LEAST_WIDENING
         if self.errors[-1] > REPEATABILITY or has_failed:
             self._widen(errors, has_failed=has_failed)

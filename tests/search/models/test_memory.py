@@ -316,7 +316,7 @@ def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
 
 def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
     """What was to fit once free blocks are handed back did not: the prediction was wrong, though
-    more may have been held before.
+    more may have been held before, and from then on nothing is counted on to be handed back.
     """
     tried = trials(job([card_memory(is_first=True), card_memory(sample=20)], B=B), [even(B, k, 2) for k in (32, 16, 8)])
 
@@ -338,6 +338,8 @@ def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
     model.observe([JudgedTrial(measurement=failed, oom_devices=frozenset({1}))])
     assert model.errors[-1] > 0
     assert model.margin >= LEAST_WIDENING
+    again = interval(model, even(B, 5, 2))
+    assert again.most_after_cache_flush.tolist() == again.most.tolist()
 
 
 def flat_then_rising() -> Problem:
