@@ -22,8 +22,8 @@ from splittune.split.space import Shares
 
 logger = logging.getLogger(__name__)
 
-# The guided search ends by itself after 7 trials in the median, and after 12 at most (benchmarks/README.md).
-DEFAULT_MAX_TRIALS = 12
+# The guided search ends by itself after 7 trials in the median, and after 16 at most (benchmarks/README.md).
+DEFAULT_MAX_TRIALS = 16
 # A choice. Allocation patterns shift a little over days of training; what this keeps free is cheap
 # beside a run that dies.
 HEADROOM_FRACTION = 0.05

@@ -103,7 +103,7 @@ def test_the_job_is_as_it_was_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("call", [1, 2, 9, 40])
+@pytest.mark.parametrize("call", [1, 2, 9, 30])
 def test_the_job_is_as_it_was_found_after_an_exception(call: int, kind: type[BaseException]) -> None:
     """An exception in forward leaves as it is, in whichever call it is raised, and the job is as it was."""
     job, error = in_mid_training("digits_cnn"), kind("the user's own")

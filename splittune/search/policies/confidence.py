@@ -28,9 +28,9 @@ class UpperConfidenceBound:
     min_gain: float = 0.01
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
-    oom_price: float = 0.05
+    oom_price: float = 0.1
     """What a trial that runs out of memory costs, in logarithms of time. A choice: nobody minds one on the
-    way to a throughput that is a twentieth higher. Larger: fewer risks."""
+    way to a throughput that is a tenth higher. Larger: fewer risks."""
     deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %.
     Larger: more trials before the search ends."""
