@@ -45,7 +45,7 @@ class Variant:
     """The search with one thing changed."""
 
     name: str
-    """What was changed: ``"VerifyUncertain.min_gain"``, ``"memory.SLOPE_SLACK"``."""
+    """What was changed: ``"UpperConfidenceBound.min_gain"``, ``"memory.SLOPE_SLACK"``."""
     change: str
     policies: Sequence[Policy] = POLICIES
     patched: Callable[[], Context[Any]] = nullcontext
