@@ -36,8 +36,8 @@ from splittune.split import BatchSplit
 
 FIRST_SEED = 200_000
 FACTORS: dict[str, float] = {"nothing": 0.0, "halved": 0.5, "doubled": 2.0}
-# What no search can do without: a table of which column is which, the names of things, an index.
-NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH")
+# What is no choice: which column is which, and what only a type checker reads.
+NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH", "TYPE_CHECKING")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
