@@ -85,36 +85,14 @@ def test_the_search_is_no_better_than_itself() -> None:
 
 def test_an_ablation_is_written_row_by_row(tmp_path: Path) -> None:
     """The search itself first, then what was asked for."""
-    ablation.main(
-        [
-            "--problems",
-            "1",
-            "--generators",
-            "lines",
-            "--only",
-            "ExpectedImprovement",
-            "--first-seed",
-            "3",
-            "--out",
-            str(tmp_path),
-        ]
-    )
-    table = pd.read_csv(tmp_path / "search_ablation.csv")
+
+    def ablated(*more: str) -> pd.DataFrame:
+        asked = ["--problems", "1", "--generators", "lines", "--only", "ExpectedImprovement", "--out", str(tmp_path)]
+        ablation.main([*asked, *more])
+        return pd.read_csv(tmp_path / "search_ablation.csv")
+
+    table = ablated("--first-seed", "3")
     assert table.what[0] == "the search"
     assert set(table.what[1:]) == {"ExpectedImprovement", "ExpectedImprovement.min_gain"}
     assert table.problems.eq(2).all()
-    ablation.main(
-        [
-            "--problems",
-            "1",
-            "--generators",
-            "lines",
-            "--only",
-            "ExpectedImprovement",
-            "--change",
-            "left out",
-            "--out",
-            str(tmp_path),
-        ]
-    )
-    assert list(pd.read_csv(tmp_path / "search_ablation.csv").what) == ["the search", "ExpectedImprovement"]
+    assert list(ablated("--change", "left out").what) == ["the search", "ExpectedImprovement"]

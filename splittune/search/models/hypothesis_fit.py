@@ -285,7 +285,10 @@ class _Fit:
         return fitted, float((np.log(predicted) ** 2).sum())
 
     def _kinds_of_link(self) -> FloatArray:
-        """(K, n) 1 for the devices of each of K kinds, 0 for the others; GPU 0 is of none."""
+        """(K, n) 1 for the devices of each of K kinds, 0 for the others; GPU 0 is of none.
+
+        Without busy times nothing tells a slow link from a slow device: one kind is that of all, GPU 0 included.
+        """
         totals = np.array(self.trials.totals)
         if not self.trials.tells_busy:
             return np.ones((1, len(totals)))

@@ -33,8 +33,8 @@ SETTLED_MARGIN = 0.03
 # A trial tells something of the model if it was held likely to exceed the largest peak by this
 # part. A choice. Larger, and the margin settles later.
 REACH = 0.1
-# What is not known takes at least this part of the most that it can take, to all of it. Of the risks that
-# searches of drawn problems took, as many came true as that says. Smaller, and more risks are taken.
+# What is not known takes at least this part of the most that it can take, to all of it. A choice: of 110
+# risks that searches of drawn problems took 73 ran, where it said 89. Smaller, and more risks are taken.
 LEAST_PART = 0.25
 # A model that does not fit is told where a device was filled to more than this part. A choice: on
 # emptier devices it decides nothing.

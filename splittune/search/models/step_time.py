@@ -50,9 +50,9 @@ class TimeModel:
     k is the accumulation steps, a the number of devices with a share s_i. The slowest device works
     ``w = max(max_i t_i(s_i), g a)``: t_i is device i's `Curve`, from its busy times; devices of one
     kind share one. The host's thread needs g for each device. Outputs come to GPU 0 over links, in
-    lambda_i a sample; devices of as much memory share it, and GPU 0 has none. What GPU 0 works on
-    the whole micro-batch is its own or added to w. c, h, u, r and lambda are `StepCosts`, fitted to
-    whole steps by non-negative least squares on relative errors.
+    lambda_i a sample; devices of as much memory share it, and GPU 0 has none. Without busy times all
+    share one. What GPU 0 works on the whole micro-batch is its own or added to w. c, h, u, r and
+    lambda are `StepCosts`, fitted to whole steps by non-negative least squares on relative errors.
 
     Bayesian model averaging: several hypotheses are fitted and weighed by how likely they make the
     trials, and where they differ the prediction is in doubt. Curves with and without steps at tiles

@@ -31,8 +31,8 @@ from splittune.split import BatchSplit, SplitSpace
 # more trials to reach a large batch.
 MAX_GROWTH = 16
 
-# Devices that nothing tells apart are measured one by one up to this many. A choice, half of the
-# default number of trials of a search: the rest is left for the splits themselves.
+# Devices that nothing tells apart are measured one by one up to this many. A choice, less than half of
+# the default number of trials of a search: the rest is left for the splits themselves.
 MAX_KINDS = 6
 
 ProposalKind = Literal[

@@ -15,8 +15,8 @@ from splittune.search.policies.base import Proposal, SearchState
 class UpperConfidenceBound:
     """The most to gain if a prediction is off enough, less what an OOM costs: a search ends where that is little.
 
-    Worked: 0.06 to gain with a chance of 0.6 to run is worth ``0.6 x 0.06 - 0.4 x 0.05 = 0.016``, and a
-    trial; with a chance of 0.4 it is worth less than nothing. A split that surely fits is worth what
+    Worked: 0.06 to gain with a chance of 0.8 to run is worth ``0.8 x 0.06 - 0.2 x 0.1 = 0.028``, and a
+    trial; with a chance of 0.6 it is worth less than nothing. A split that surely fits is worth what
     it may gain. Where the latest predictions were off by more than their deviations, the bound is that
     much further away (`Calibration`): a search does not end on models that were wrong just now.
 
