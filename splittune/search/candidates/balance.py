@@ -19,7 +19,11 @@ NUM_HALVINGS = 20
 
 
 def balanced_table(
-    space: SplitSpace, pairs: FloatArray, curves: Sequence[TimeOfShares], most_shards: FloatArray
+    space: SplitSpace,
+    pairs: FloatArray,
+    curves: Sequence[TimeOfShares],
+    most_shards: FloatArray,
+    gpu0_per_sample_s: float = 0.0,
 ) -> SplitTable:
     """The shards whose slowest device is fastest: for each micro-batch and number of devices.
 
@@ -35,12 +39,15 @@ def balanced_table(
         curves: each device's seconds for a shard.
         most_shards: (C, N, n) the largest shards that fit, by C answers, the surest first. There is
             a split for each answer.
+        gpu0_per_sample_s: what GPU 0 works beside its shard, for each sample of the micro-batch.
     """
     sizes = pairs[:, 1]
     shards = np.arange(int(sizes.max()) + 1, dtype=float)
     times = np.stack([curve(shards) for curve in curves])
     rows, counts = _tasks(space, pairs, most_shards)
-    balanced = _balanced(times, rows, counts, space.min_shard_size)
+    besides = np.zeros((len(rows), space.num_devices))
+    besides[:, 0] = gpu0_per_sample_s * rows[:, 1]
+    balanced = _balanced(times, besides, rows, counts, space.min_shard_size)
     keep = (balanced >= space.min_shard_size).all(axis=1) & (balanced.sum(axis=1) == rows[:, 1])
     return SplitTable(global_batch_size=space.global_batch_size, steps=rows[keep, 0], shards=balanced[keep])
 
@@ -66,12 +73,12 @@ def _tasks(space: SplitSpace, pairs: FloatArray, most_shards: FloatArray) -> tup
     return rows[which], counts[count]
 
 
-def _balanced(times: FloatArray, rows: FloatArray, counts: IntArray, smallest: int) -> FloatArray:
+def _balanced(times: FloatArray, besides: FloatArray, rows: FloatArray, counts: IntArray, smallest: int) -> FloatArray:
     """(N, n) shards of at most `counts` devices that sum to the micro-batch, the slowest fastest.
 
-    `times` is (n, S): each device's seconds for shards of 0 to S - 1 samples. A row holds the
-    steps, the micro-batch, n caps, and n ranks: the order of the devices among those that could
-    take as much.
+    `times` is (n, S): each device's seconds for shards of 0 to S - 1 samples; `besides`, (N, n), are
+    those that it works besides. A row holds the steps, the micro-batch, n caps, and n ranks: the
+    order of the devices among those that could take as much.
     """
     sizes, caps, ranks = rows[:, 1], *np.split(rows[:, 2:], 2, axis=1)
     # A shard that takes longer than a larger one, as just before a faster kernel starts, is none to
@@ -81,15 +88,17 @@ def _balanced(times: FloatArray, rows: FloatArray, counts: IntArray, smallest: i
 
     def taken(within: FloatArray, caps: FloatArray) -> FloatArray:
         """(N, n) what each device takes in that time."""
-        shards = np.stack([np.searchsorted(own, within, side="right") - 1 for own in bounds], axis=1).astype(float)
-        return np.asarray(np.minimum(np.maximum(shards, smallest), caps))
+        left = (within[:, None] - besides).T
+        fitting = [np.searchsorted(own, own_s, side="right") - 1 for own, own_s in zip(bounds, left, strict=True)]
+        return np.asarray(np.minimum(np.maximum(np.stack(fitting, axis=1).astype(float), smallest), caps))
 
     def takes_part(shards: FloatArray) -> BoolArray:
         """(N, n) the devices that take most: with them the time is least."""
         order = shards - ranks / shards.shape[1]
         return np.asarray(order >= -np.sort(-order, axis=1)[row, column][:, None])
 
-    low, high = np.zeros(len(sizes)), np.full(len(sizes), float(bounds[:, -1].max()))
+    # a little more than the longest: what is added here and taken off above may be rounded
+    low, high = np.zeros(len(sizes)), (bounds[:, -1].max() + besides.max(axis=1)) * (1 + 1e-9)
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
         shards = taken(middle, caps)
@@ -97,11 +106,11 @@ def _balanced(times: FloatArray, rows: FloatArray, counts: IntArray, smallest: i
         low, high = np.where(suffices, low, middle), np.where(suffices, middle, high)
     enough = taken(high, caps)
     caps = caps * takes_part(enough)
-    return _topped_up(times, taken(low, caps), np.minimum(enough, caps), sizes, smallest)
+    return _topped_up(times, besides, taken(low, caps), np.minimum(enough, caps), sizes, smallest)
 
 
 def _topped_up(
-    times: FloatArray, shards: FloatArray, enough: FloatArray, sizes: FloatArray, smallest: int
+    times: FloatArray, besides: FloatArray, shards: FloatArray, enough: FloatArray, sizes: FloatArray, smallest: int
 ) -> FloatArray:
     """(N, n) `shards` raised towards `enough` until they sum to the micro-batches.
 
@@ -120,7 +129,7 @@ def _topped_up(
     surplus = (wholes.sum(axis=1) - sizes)[:, None] - (np.cumsum(spare, axis=1) - spare)
     wholes -= np.clip(surplus, 0, spare)[:, ::-1]
     slowest_of_parts, slowest_of_wholes = (
-        times[order, shards_now.astype(int)].max(axis=1) for shards_now in (parts, wholes)
+        (times[order, shards_now.astype(int)] + besides[:, order]).max(axis=1) for shards_now in (parts, wholes)
     )
     are_wholes = (wholes.sum(axis=1) == sizes) & (slowest_of_wholes < slowest_of_parts)
     return np.asarray(np.where(are_wholes[:, None], wholes, parts)[:, np.argsort(order)])

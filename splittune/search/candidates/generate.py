@@ -8,16 +8,17 @@ from dataclasses import replace
 import numpy as np
 
 from splittune.search.arrays import FloatArray
-from splittune.search.candidates.balance import TimeOfShares, balanced_table
+from splittune.search.candidates.balance import balanced_table
 from splittune.search.candidates.table import SplitTable, concatenate, micro_batches
 from splittune.search.judged_trials import JudgedTrial
+from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.memory import Interval, MemoryModel
 from splittune.split import BatchSplit, SplitSpace
 
 
 def candidates(
     space: SplitSpace,
-    curve_sets: Sequence[Sequence[TimeOfShares]],
+    hypotheses: Sequence[Hypothesis],
     memory: MemoryModel,
     limits: FloatArray,
     failures: Sequence[JudgedTrial],
@@ -28,14 +29,15 @@ def candidates(
 
     Args:
         space: the legal splits.
-        curve_sets: each set has one time curve for each device. There are splits for every set.
+        hypotheses: how long each device works. There are splits for each of them.
         memory: predicts the bytes of a shard.
         limits: (n,) bytes that each device may hold.
         failures: trials that lacked memory. What they rule out is avoided.
     """
     pairs = np.array(list(micro_batches(space)), dtype=float)
     largest = _largest_shards(pairs, memory, limits, failures)
-    return concatenate(*(balanced_table(space, pairs, curves, largest) for curves in curve_sets))
+    balanced = (balanced_table(space, pairs, told.curves, largest, told.gpu0_per_sample_s) for told in hypotheses)
+    return concatenate(*balanced)
 
 
 def neighbours(split: BatchSplit, min_shard_size: int) -> SplitTable:

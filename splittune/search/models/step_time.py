@@ -12,7 +12,7 @@ from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
 from splittune.search.models.curves import Curve
 from splittune.search.models.groups import grouped
-from splittune.search.models.hypotheses import StepCounts
+from splittune.search.models.hypotheses import Hypothesis, StepCounts
 from splittune.search.models.hypothesis_fit import fit_hypotheses
 from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
 
@@ -113,14 +113,14 @@ class TimeModel:
     @property
     def curves(self) -> tuple[Curve, ...]:
         """Each device's curve in the likeliest hypothesis."""
-        return self.likely_curves[0]
+        return self.likely_hypotheses[0].curves
 
     @property
-    def likely_curves(self) -> list[tuple[Curve, ...]]:
-        """The curves of up to `MAX_HYPOTHESES` likely hypotheses, likeliest first."""
+    def likely_hypotheses(self) -> list[Hypothesis]:
+        """Up to `MAX_HYPOTHESES`, likeliest first."""
         likeliest = sorted(self._hypotheses, key=lambda hypothesis: -hypothesis.weight)[:MAX_HYPOTHESES]
         least = WORTH_BELIEVING * likeliest[0].weight
-        return [hypothesis.curves for hypothesis in likeliest if hypothesis.weight >= least]
+        return [hypothesis for hypothesis in likeliest if hypothesis.weight >= least]
 
     def predict(self, steps: FloatArray, shards: FloatArray) -> StepTimes:
         """The posterior of N splits: `steps` (N,), `shards` (N, n)."""

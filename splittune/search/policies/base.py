@@ -142,7 +142,7 @@ class SearchState:
         failures = [*failures, *failures_on_alike(failures, self.memory, self.limits)]
         table = self.tables.listed
         if not self.tables.is_complete:
-            balanced = candidates(self.space, self.time.likely_curves, self.memory, self.limits, failures)
+            balanced = candidates(self.space, self.time.likely_hypotheses, self.memory, self.limits, failures)
             best = best_trial(self.trials)
             near = [neighbours(best.split, self.space.min_shard_size)] if best else []
             table = concatenate(self.tables.evens, balanced, *near)

@@ -26,13 +26,18 @@ def with_limits(space: SplitSpace, limits: list[int]) -> Floats:
     return np.tile(np.array(limits, dtype=float), (1, len(list(micro_batches(space))), 1))
 
 
-def balanced_table(space: SplitSpace, curves: Sequence[TimeOfShares], most_shares: Floats) -> SplitTable:
-    return balanced_table_of(space, np.array(list(micro_batches(space)), dtype=float), curves, most_shares)
+def balanced_table(
+    space: SplitSpace, curves: Sequence[TimeOfShares], most_shares: Floats, gpu0_per_sample_s: float = 0.0
+) -> SplitTable:
+    pairs = np.array(list(micro_batches(space)), dtype=float)
+    return balanced_table_of(space, pairs, curves, most_shares, gpu0_per_sample_s)
 
 
-def slowest_s(curves: list[Curve], shards: Floats) -> Floats:
+def slowest_s(curves: list[Curve], shards: Floats, gpu0_per_sample_s: float = 0.0) -> Floats:
     """(N, n) shards to the seconds of the slowest card."""
-    return np.stack([curve(shards[:, i]) for i, curve in enumerate(curves)], axis=1).max(axis=1)
+    busy_s = np.stack([curve(shards[:, i]) for i, curve in enumerate(curves)], axis=1)
+    busy_s[:, 0] += gpu0_per_sample_s * shards.sum(axis=1)
+    return busy_s.max(axis=1)
 
 
 def every_composition(size: int, limits: list[int], smallest: int) -> Floats:
@@ -72,21 +77,22 @@ def test_shards_are_legal_and_within_what_memory_holds(machine: tuple[SplitSpace
     assert (table.shards >= space.min_shard_size).all()
 
 
-@given(machine=machines())
+@given(machine=machines(), gpu0_per_sample_s=st.sampled_from([0.0, 0.1, 0.6]))
 def test_with_all_cards_taking_part_the_slowest_is_as_fast_as_can_be(
-    machine: tuple[SplitSpace, list[Curve], list[int]],
+    machine: tuple[SplitSpace, list[Curve], list[int]], gpu0_per_sample_s: float
 ) -> None:
     """Of all ways to share a micro-batch within the limits none has a slowest card that is faster,
-    as trying all shows."""
+    as trying all shows; GPU 0 may have work with the whole micro-batch besides."""
     space, curves, limits = machine
-    table = balanced_table(space, curves, with_limits(space, limits))
+    table = balanced_table(space, curves, with_limits(space, limits), gpu0_per_sample_s)
     smallest = max(1, space.min_shard_size)
     for _, size in micro_batches(space):
         possible = every_composition(size, limits, smallest)
         if len(possible):
             found = of_size(table, size)
             assert len(found)
-            assert slowest_s(curves, found).min() <= slowest_s(curves, possible).min() * (1 + 1e-9)
+            fastest_s, least_s = (slowest_s(curves, some, gpu0_per_sample_s).min() for some in (found, possible))
+            assert fastest_s <= least_s * (1 + 1e-9)
 
 
 def test_lines_are_balanced_in_closed_form() -> None:
@@ -96,6 +102,13 @@ def test_lines_are_balanced_in_closed_form() -> None:
     assert [4.0, 8.0] in whole.shards.tolist()
     floored = balanced_table(space, [line(4.0, 1.0), line(0.0, 1.0)], with_limits(space, [12, 12]))
     assert [4.0, 8.0] in floored.shards.tolist()
+
+
+def test_what_gpu0_works_besides_is_paid_for_in_samples() -> None:
+    """3 s for 12 samples are as long as 3 samples take: it has 4 of them, and the other card 8."""
+    space = SplitSpace(global_batch_size=12, num_devices=2, shares="each", max_accumulation_steps=1)
+    table = balanced_table(space, [line(0.0, 1.0)] * 2, with_limits(space, [12, 12]), gpu0_per_sample_s=0.25)
+    assert {tuple(row) for row in table.shards.tolist()} == {(4.0, 8.0), (0.0, 12.0)}
 
 
 def test_what_memory_does_not_hold_goes_to_the_others() -> None:
