@@ -85,6 +85,8 @@ class MemoryReadings:
     """By device and number of runs: thousands of splits are judged by the same few."""
     _proofs: dict[tuple[int, int], FloatArray] = field(default_factory=dict, repr=False)
     """As `_readings`."""
+    _seen: dict[tuple[int, int], FloatArray] = field(default_factory=dict, repr=False)
+    """As `_readings`."""
 
     def budget_bytes(self) -> FloatArray:
         """(n,) bytes each device has for this job: its total less the most that others held."""
@@ -190,17 +192,20 @@ class MemoryReadings:
         less, more = accumulates < min(seen), accumulates > max(seen)
         return np.where(less, doubt, 0.0), np.where(more, doubt, 0.0)
 
-    def allocator_overhead(self) -> AllocatorOverhead:
-        """What the allocator reserved beyond what was allocated, over all devices and trials.
+    def allocator_overhead(self, devices: Sequence[int]) -> AllocatorOverhead:
+        """What the allocator reserved beyond what was allocated, over all trials of `devices`.
 
         Of each excess up to `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the
-        allocator hands its free blocks back: then the constant is the smallest one seen.
+        allocator hands its free blocks back: then the constant is the smallest one seen. Devices that
+        never held anything are told by all others.
         """
+        held = [
+            [run.memory[i] for run in self.runs if run.memory[i].peak_allocated_bytes] for i in range(self.num_devices)
+        ]
+        own = [memory for i in devices for memory in held[i]]
         pairs = [
             (memory.peak_allocated_bytes, max(0, memory.peak_reserved_bytes - memory.peak_allocated_bytes))
-            for run in self.runs
-            for memory in run.memory
-            if memory.peak_allocated_bytes
+            for memory in (own or [memory for one in held for memory in one])
         ] or [(1, 0)]
         quanta = [min(excess, QUANTUM_BYTES) for _, excess in pairs]
         ratios = [max(0, excess - QUANTUM_BYTES) / allocated for allocated, excess in pairs]
@@ -225,6 +230,32 @@ class MemoryReadings:
             demanded = (shares <= share) & (accumulates <= accumulating) & (micro_batches <= size)
             proven = np.where(demanded, np.minimum(proven, held), proven)
         return proven
+
+    def seen(self, device: int, shares: FloatArray, micro_batches: FloatArray) -> FloatArray:
+        """(N,) the most reserved bytes of a trial that demanded no more, of the device or one alike; 0 without one."""
+        key = device, len(self.runs)
+        if key not in self._seen:
+            self._seen[key] = self._held_by_alike(device)
+        most = np.zeros(len(shares))
+        for share, size, held in self._seen[key]:
+            most = np.where((share <= shares) & (size <= micro_batches), np.maximum(most, held), most)
+        return most
+
+    def _held_by_alike(self, device: int) -> FloatArray:
+        """(R, 3) share, micro-batch (on GPU 0, else 0) and bytes held, of each trial in which it took part."""
+        return np.array(
+            [
+                (
+                    run.split.shard_sizes[one],
+                    run.split.micro_batch_size if device == 0 else 0,
+                    run.memory[one].peak_reserved_bytes,
+                )
+                for one in self.alike(device)
+                for run in self.runs
+                if one == 0 or run.split.shard_sizes[one] > 0
+            ],
+            dtype=float,
+        ).reshape(-1, 3)
 
     def _prove(self, device: int) -> FloatArray:
         """(P, 4) share, micro-batch, [k > 1] and bytes held, without rows that others imply."""

@@ -130,7 +130,7 @@ def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> N
     short; more grows with them.
     """
     held = [memory(0, 500, peak_reserved_bytes=572), memory(1, 50, peak_reserved_bytes=54)]
-    overhead = peaks(ran(even(B, 4, 2), *held)).allocator_overhead()
+    overhead = peaks(ran(even(B, 4, 2), *held)).allocator_overhead(range(2))
     live = np.array([1000.0 * MIB])
     assert overhead.least(live)[0] == pytest.approx(0)
     assert overhead.mean(live)[0] == pytest.approx((QUANTUM_BYTES + 4 * MIB) / 2 + 0.05 * live[0])

@@ -77,28 +77,39 @@ def one_kind_holds_more() -> Job:
     )
 
 
-@pytest.mark.parametrize("make", [jump_and_power, allocator_varies, jump_and_faster_kernel])
-def test_where_memory_is_not_affine_a_likely_split_is_tried(make: Callable[[], Job]) -> None:
-    """The best is never vouched for, since a trial took more than the model held possible; it is tried all the same."""
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (jump_and_power, 1),
+        (allocator_varies, 1),
+        (excess_varies_on_large_shares, 1),
+        (jump_and_faster_kernel, 0.93),
+    ],
+)
+def test_where_memory_is_not_affine_the_best_is_found(make: Callable[[], Job], part: float) -> None:
+    """No line foretells it, and trials take more than the model held possible. Where 7 % may be gained at even odds
+    to run out of memory, that is not worth it."""
     problem = make()
+    _, trials = search(problem, most=12)
+    assert best_of(problem, trials) == pytest.approx(part, abs=0.005)
+
+
+def test_what_is_never_vouched_for_is_tried_if_it_is_likely_and_fast() -> None:
+    """The best split of all is a risk that was taken."""
+    problem = excess_varies_on_large_shares()
     proposals, trials = search(problem, most=12)
-    risky = [place for place, one in enumerate(proposals) if one.kind == "risky"]
-    assert risky
-    safe = max(one.throughput for one in trials[: risky[0]])
-    assert max(trials[place].throughput for place in risky) > 1.08 * safe
-    assert best_of(problem, trials) >= 0.95
+    fastest = max(range(len(trials)), key=lambda place: trials[place].throughput)
+    assert proposals[fastest].kind == "risky"
+    assert trials[fastest].fits
 
 
 @pytest.mark.parametrize("name", AFFINE)
 def test_where_memory_is_affine_no_risk_is_taken(name: str) -> None:
-    """No prediction is exceeded there, so nothing is tried that memory is not known to allow, and nothing runs out.
-    Where one sample fills a card, one trial finds out that two do not fit on any."""
+    """No prediction is exceeded there, so nothing is tried that memory is not known to allow, and nothing runs out."""
     proposals, trials = search(AFFINE[name](), most=12)
-    risks = of_kind("risky", proposals)
-    assert len(risks) == (name == "one sample fills a card")
+    assert not of_kind("risky", proposals)
     began = next(place for place, one in enumerate(trials) if one.ran)
-    kept = [one for one, proposal in zip(trials[began:], proposals[began:], strict=True) if proposal not in risks]
-    assert all(one.measurement.outcome is not Outcome.OUT_OF_MEMORY for one in kept)
+    assert all(one.measurement.outcome is not Outcome.OUT_OF_MEMORY for one in trials[began:])
 
 
 def test_a_card_of_another_kind_that_holds_more_does_not_hide_the_best() -> None:
@@ -151,10 +162,9 @@ def test_gpu0_that_gathered_too_much_may_have_as_many_samples_of_fewer() -> None
 def test_what_a_risk_is_worth_depends_on_the_price_of_an_oom() -> None:
     """Both prices are fields: the same state wants no trial where one must gain ten times as much, and none
     that may run out of memory where that costs a hundred times as much."""
-    problem = allocator_varies()
-    proposals, trials = search(problem, most=12)
+    proposals, trials = search(jump_and_power(), most=12)
     place = next(place for place, one in enumerate(proposals) if one.kind == "risky")
-    state = state_after(allocator_varies(), trials[:place])
+    state = state_after(jump_and_power(), trials[:place])
     assert UpperConfidenceBound().propose(state) == proposals[place]
     assert UpperConfidenceBound(min_gain=10.0).propose(state) is None
     dear = UpperConfidenceBound(oom_price=1000.0).propose(state)
