@@ -312,6 +312,37 @@ def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
     assert doubt.startswith("The memory model did not fit: ")
 
 
+def test_the_margin_is_put_on_what_no_trial_has_shown() -> None:
+    """After a surprise with 16 samples a card, 17 are raised by what one more takes, and 32 by as much as they grow."""
+    story = Steepening()
+    surprise = trial(story.after, even(B, 2, 2))
+    story.model.observe([surprise])
+    assert story.model.margin == MOST_MARGIN
+    held = surprise.measurement.memory[1].peak_reserved_bytes
+    near, far = interval(story.model, split(34, 1, 17, 17), even(B, 1, 2)).most[:, 1] / held
+    assert 1 < near < 1.3
+    assert far > 2
+
+
+def test_an_allocator_that_holds_more_for_less_is_no_growth() -> None:
+    """4 samples held 5 MiB more than 8 had, which was held to be proof that they would not: it raises nothing, since
+    gaps that are no larger were seen."""
+    problem = job([card_memory(is_first=True), card_memory(sample=2)], B=B)
+    small, large, less = trials(problem, [even(B, 32, 2), even(B, 4, 2), even(B, 8, 2)])
+
+    def holding(one: JudgedTrial, gaps: Sequence[int]) -> JudgedTrial:
+        memory = zip(one.measurement.memory, gaps, strict=True)
+        held = [replace(told, peak_reserved_bytes=told.peak_allocated_bytes + gap) for told, gap in memory]
+        return replace(one, measurement=replace(one.measurement, memory=tuple(held)))
+
+    model = MemoryModel([holding(small, [20 * MIB] * 2), holding(large, [0, 0])], 2)
+    more = large.measurement.memory[1].peak_allocated_bytes - less.measurement.memory[1].peak_allocated_bytes + 5 * MIB
+    assert more < 20 * MIB
+    model.observe([holding(less, [0, more])])
+    assert model.errors[-1] > REPEATABILITY
+    assert model.margin == 0
+
+
 def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
     """Running out of memory where that was held to be impossible widens the margin, and by no less
     than a least.

@@ -138,6 +138,26 @@ def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> N
     assert overhead.after_flush(live)[0] == pytest.approx(4 * MIB + 0.1 * live[0])
 
 
+def test_each_device_has_gaps_of_its_own_allocator() -> None:
+    """A small share of one leaves gaps of a half, a large one of another of a tenth; who held nothing takes both."""
+    seen = peaks(
+        ran(split(B, 4, 4, 4, 0), memory(0, 1000, peak_reserved_bytes=1122), memory(1, 100, peak_reserved_bytes=172), 0)
+    )
+    live = np.array([2000.0 * MIB])
+    assert seen.allocator_overhead([0]).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
+    assert seen.allocator_overhead([1]).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
+    assert seen.allocator_overhead([2]).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
+    assert seen.allocator_overhead([2]).mean(live)[0] == pytest.approx(QUANTUM_BYTES + 0.3 * live[0])
+
+
+def test_what_was_seen_is_the_most_of_trials_that_demanded_no_more() -> None:
+    """Of a replica by its share, on GPU 0 by share and micro-batch; nothing where all demanded more."""
+    seen = peaks(ran(even(B, 4, 2), 100, 80), ran(even(B, 2, 2), 150, 130))
+    shares, sizes = np.array([3.0, 4.0, 8.0, 40.0]), np.array([8.0, 8.0, 12.0, 64.0])
+    assert (seen.seen(0, shares, sizes) / MIB).tolist() == [0, 100, 100, 150]
+    assert (seen.seen(1, shares, sizes) / MIB).tolist() == [0, 80, 130, 130]
+
+
 def test_a_trial_that_demanded_no_less_proves_what_is_needed() -> None:
     """What a trial held is enough for no larger share; on GPU 0 for no larger micro-batch, and
     never for another kind of step.
