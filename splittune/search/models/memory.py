@@ -240,7 +240,7 @@ class MemoryModel:
         return live + overhead.most(live), live + overhead.after_flush(live)
 
     def _unseen(self, device: int, shares: FloatArray, micro_batches: FloatArray, held: FloatArray) -> FloatArray:
-        """(N,) the part of `held` bytes that no trial has shown; at least `REACH` of them, and a segment."""
+        """(N,) the part of `held` bytes that no trial has shown; at least `REACH` of them, and `QUANTUM_BYTES`."""
         beyond = held - self._readings.seen(device, shares, micro_batches)
         return np.maximum(beyond, np.maximum(REACH * held, QUANTUM_BYTES))
 

@@ -56,7 +56,10 @@ def coefficient_bounds(
 
 
 def are_on_slope(readings: Sequence[Reading]) -> BoolArray:
-    """(R,) which peaks lie above the flat of the smallest of their kind, single steps or accumulating ones."""
+    """(R,) which peaks lie above the flat of the smallest of their kind, single steps or accumulating ones.
+
+    One far above what is held at rest does by itself: parameters rest, and their gradients are as large.
+    """
     rows, peaks = _rows_and_peaks(readings)
     accumulates = rows[:, ACCUMULATES]
     flat = np.array([peaks[accumulates == kind].min() for kind in accumulates])
