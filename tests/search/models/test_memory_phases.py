@@ -61,7 +61,7 @@ def test_what_gpu0_gathers_may_peak_without_its_share() -> None:
 
 
 def test_gpu0_may_peak_where_its_share_grows_less_than_a_replicas() -> None:
-    """78 bytes for each of its samples, where replicas need 144: three phases less, since outputs rule."""
+    """78 bytes for each of its samples, where replicas need 144: it peaks in another phase than they do."""
     tried = [(1, 4), (3, 4), (3, 13), (2, 11), (8, 8)]
     readings = [reading(share, 1500 + 78 * share + 375 * size, size=size, resting=1400) for share, size in tried]
     told = fitted(*readings, slope_range=(130, 159))

@@ -91,7 +91,7 @@ def test_where_memory_is_not_affine_the_best_is_found(make: Callable[[], Job], p
     to run out of memory, that is not worth it."""
     problem = make()
     _, trials = search(problem, most=12)
-    assert best_of(problem, trials) == pytest.approx(part, abs=0.005)
+    assert best_of(problem, trials) >= part
 
 
 def test_what_is_never_vouched_for_is_tried_if_it_is_likely_and_fast() -> None:
