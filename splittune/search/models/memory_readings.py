@@ -87,6 +87,8 @@ class MemoryReadings:
     """As `_readings`."""
     _seen: dict[tuple[int, int], FloatArray] = field(default_factory=dict, repr=False)
     """As `_readings`."""
+    _groups: dict[int, list[tuple[int, ...]]] = field(default_factory=dict, repr=False)
+    """By number of runs."""
 
     def budget_bytes(self) -> FloatArray:
         """(n,) bytes each device has for this job: its total less the most that others held."""
@@ -159,7 +161,9 @@ class MemoryReadings:
 
         GPU 0 is alone, and so is every device before anything ran.
         """
-        groups = self.same_memory_groups() if self.runs else []
+        if len(self.runs) not in self._groups:
+            self._groups[len(self.runs)] = self.same_memory_groups() if self.runs else []
+        groups = self._groups[len(self.runs)]
         return next((group for group in groups if device in group), (device,))
 
     def floors(self, device: int, accumulates: FloatArray) -> tuple[FloatArray, FloatArray]:
