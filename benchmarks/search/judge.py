@@ -1,13 +1,13 @@
 """How close the search comes on problems written apart from it, with what other tools do beside it.
 
-    python -m benchmarks.search [--problems 500] [--peers 100] [--first-seed 150000] [--only physics] [--out DIR]
+    python -m benchmarks.search [--problems 500] [--peers 100] [--first-seed 170000] [--only physics] [--out DIR]
 
 Every generator gives problems whose best split is known exactly (`problem`). The search sees each
-twice: with all readings, and with none of the optional ones; Optuna's samplers and imitations of
-other tools see the first `--peers`. Regret is what the chosen split's true samples/s lack to the
-best one's, 1 where nothing was found. OOMs count from the first trial that ran: before one did,
-they are how a search learns where to go. Tables are printed, and written to `search_judged.csv`
-with a picture, the problems to `search_judged_problems.csv.gz`.
+twice: with all readings, and with none of the optional ones, of these the first `--blind`; Optuna's
+samplers and imitations of other tools see the first `--peers`. Regret is what the chosen split's true
+samples/s lack to the best one's, 1 where nothing was found. OOMs count from the first trial that ran:
+before one did, they are how a search learns where to go. Tables are printed, and written to
+`search_judged.csv` with a picture, the problems to `search_judged_problems.csv.gz`.
 
 "lines" are the problems that the search grew up with, in the forms of its own models; the others
 were written apart from it.
@@ -16,8 +16,10 @@ were written apart from it.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,9 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import find_best_split
 from splittune.split import BatchSplit
 
-MAX_TRIALS = 16
+MAX_TRIALS = 32
 # From this one on no problem was seen while the search was made. A choice: those below the last judgement's were.
-FIRST_SEED = 150_000
+FIRST_SEED = 170_000
 GENERATORS: dict[str, Callable[[int], Problem]] = {
     "physics": physics.draw,
     "layered": layered.draw,
@@ -79,10 +81,8 @@ def halved_by_hand(problem: Problem) -> BatchSplit | None:
     return _first_that_runs(problem, lambda size: size // 2)
 
 
-SEARCHES: dict[str, Callable[[Problem], BatchSplit | None]] = {
-    "guided": with_all_readings,
-    "guided, no optional reading": without_readings,
-}
+BLIND = "guided, no optional reading"
+SEARCHES: dict[str, Callable[[Problem], BatchSplit | None]] = {"guided": with_all_readings, BLIND: without_readings}
 PEERS: dict[str, Callable[[Problem], BatchSplit | None]] = {
     **{sampler: by_sampler(sampler) for sampler in ("tpe", "gp", "random")},
     "doubling (as Lightning)": doubled_then_halved,
@@ -163,6 +163,11 @@ def judged(generator: str, seed: int, name: str, search: Callable[[Problem], Bat
     }
 
 
+def _judged(task: tuple[str, int, str]) -> dict[str, Any]:
+    generator, seed, name = task
+    return judged(generator, seed, name, (SEARCHES | PEERS)[name])
+
+
 def seeds(generator: str, count: int, first_seed: int) -> Iterator[int]:
     """Seeds of problems in which something fits."""
     seed = first_seed
@@ -225,17 +230,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__.partition("\n")[0])
     parser.add_argument("--problems", type=int, default=500, help="problems of each generator")
     parser.add_argument("--peers", type=int, default=100, help="how many of these other tools get")
+    parser.add_argument(
+        "--blind", type=int, help="how many are searched with no optional reading, too; all if not given"
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="searches at a time")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--only", choices=list(GENERATORS), help="one generator")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
+    tasks = [
+        (generator, seed, name)
+        for generator in ([chosen.only] if chosen.only else list(GENERATORS))
+        for place, seed in enumerate(seeds(generator, chosen.problems, chosen.first_seed), start=1)
+        for name in (SEARCHES | (PEERS if place <= chosen.peers else {}))
+        if name != BLIND or place <= (chosen.problems if chosen.blind is None else chosen.blind)
+    ]
     rows = []
-    for generator in [chosen.only] if chosen.only else list(GENERATORS):
-        for place, seed in enumerate(seeds(generator, chosen.problems, chosen.first_seed), start=1):
-            searches = SEARCHES | (PEERS if place <= chosen.peers else {})
-            rows += [judged(generator, seed, name, search) for name, search in searches.items()]
-            print(f"\r{generator}: {place} of {chosen.problems} problems", end="", flush=True)
-        print()
+    with Pool(chosen.processes) as pool:
+        for row in pool.imap(_judged, tasks, chunksize=4):
+            rows.append(row)
+            print(f"\r{len(rows)} of {len(tasks)} searches", end="", flush=True)
+    print()
     problems = pd.DataFrame(rows)
     table = summarised(problems)
     with pd.option_context("display.width", 200, "display.max_columns", None):
