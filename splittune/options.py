@@ -23,7 +23,7 @@ from splittune.split.space import Shares
 logger = logging.getLogger(__name__)
 
 # The guided search ends by itself after 7 trials in the median, and after 16 at most (benchmarks/README.md).
-DEFAULT_MAX_TRIALS = 16
+DEFAULT_MAX_TRIALS = 32
 # A choice. Allocation patterns shift a little over days of training; what this keeps free is cheap
 # beside a run that dies.
 HEADROOM_FRACTION = 0.05

@@ -51,7 +51,6 @@ SLOW = (
     "tests/runners/",
     "tests/search/by_kind/",
     "tests/search/candidates/",
-    "tests/search/models/test_polytope.py",
     "tests/search/models/test_memory.py",
     "tests/search/policies/",
     "tests/search/samplers/",

@@ -106,7 +106,7 @@ def _foretold(trials: Sequence[JudgedTrial], split: BatchSplit) -> dict[str, flo
     needed = MemoryModel(trials, split.num_devices).needed(steps, shards)
     foretold = {
         "least_bytes": float(needed.least[0, 0]),
-        "likely_bytes": float(needed.likely[0, 0]),
+        "foretold_bytes": float(needed.foretold[0, 0]),
         "most_bytes": float(needed.most[0, 0]),
     }
     if len(trials) >= MIN_TIMED:
@@ -123,10 +123,10 @@ def _beside(measurement: Measurement, foretold: dict[str, float]) -> dict[str, A
         "peak_reserved_mib": mib(peak),
         "peak_allocated_mib": mib(measurement.memory[0].peak_allocated_bytes),
         "least_mib": mib(foretold["least_bytes"]),
-        "likely_mib": mib(foretold["likely_bytes"]),
+        "foretold_mib": mib(foretold["foretold_bytes"]),
         "most_mib": mib(foretold["most_bytes"]),
         "least_error": relative(foretold["least_bytes"], peak),
-        "peak_error": relative(foretold["likely_bytes"], peak),
+        "peak_error": relative(foretold["foretold_bytes"], peak),
         "most_error": relative(foretold["most_bytes"], peak),
         "is_within": foretold["least_bytes"] <= peak <= foretold["most_bytes"],
         "step_ms": None if step_s is None else 1e3 * step_s,

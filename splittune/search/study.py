@@ -41,7 +41,7 @@ def find_best_split(
     space: SplitSpace,
     measure: Measure,
     *,
-    max_trials: int = 16,
+    max_trials: int = 32,
     timeout_s: float | None = None,
     storage: str | os.PathLike[str] | None = None,
     seed: int = 0,

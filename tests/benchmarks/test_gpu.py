@@ -170,7 +170,7 @@ def test_peaks_and_times_are_foretold(stage):
     nothing in a rehearsal."""
     findings = found_by(gpu_model_errors.run, stage, names=["MLP"])
     assert len(findings.rows) == 4 * (len(gpu_model_errors.STEPS) - 1)
-    assert all(row["least_mib"] <= row["likely_mib"] <= row["most_mib"] for row in findings.rows)
+    assert all(row["least_mib"] <= row["foretold_mib"] <= row["most_mib"] for row in findings.rows)
     assert all(row["time_error"] is not None for row in findings.rows if row["is_whole_batch"])
     assert not findings.failures
 

@@ -91,9 +91,8 @@ def _largest_shards(
 
 def _needs_from_most_to_least(needed: Interval, num_pairs: int) -> FloatArray:
     """(5 N, n) bytes: the most for the first N rows, ever less, the least for the last N."""
-    most, likely, least = needed.most, needed.likely, needed.least
-    answer = np.repeat(np.arange(5), num_pairs)[:, None]
-    return np.asarray(np.choose(answer, [most, (most + likely) / 2, likely, (likely + least) / 2, least]))
+    parts = np.repeat([1.0, 0.75, 0.5, 0.25, 0.0], num_pairs)[:, None]
+    return np.asarray(needed.least + parts * (needed.most - needed.least))
 
 
 def failures_on_alike(trials: Sequence[JudgedTrial], memory: MemoryModel, limits: FloatArray) -> list[JudgedTrial]:

@@ -9,11 +9,15 @@ import numpy as np
 from scipy.optimize import nnls
 
 from splittune.profiling.measurement import Measurement
-from splittune.search.models.memory_readings import MICRO_BATCH, SHARE, MemoryReadings, Reading, smallest_peaks
+from splittune.search.models.memory_readings import MemoryReadings, Reading
 
 # A reading within this part of the smallest may be another phase's peak, which no size changes.
 # Twice the repeatability of a peak (`REPEATABILITY`). Larger, and slow growth is taken for none.
 FLAT = 0.004
+
+# Places in `Size`.
+SHARE = 0
+MICRO_BATCH = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,7 @@ def growth_of(runs: Sequence[Measurement]) -> Growth:
     return Growth(
         per_sample_bytes=per_sample,
         per_micro_batch_sample_bytes=_slope(
-            gpu0, column=MICRO_BATCH, less_bytes=[per_sample * reading.row[SHARE] for reading in gpu0]
+            gpu0, column=MICRO_BATCH, less_bytes=[per_sample * reading.size[SHARE] for reading in gpu0]
         ),
     )
 
@@ -63,13 +67,13 @@ def _slope(readings: Sequence[Reading], *, column: int, less_bytes: Sequence[flo
     `less_bytes` is taken off each reading's peak first.
     """
     kept = _off_the_flat(readings, column)
-    sizes = np.array([readings[i].row[column] for i in kept])
+    sizes = np.array([readings[i].size[column] for i in kept])
     if len(np.unique(sizes)) < 2:
         return None
     peaks = np.array([float(readings[i].peak_bytes) for i in kept])
     if less_bytes is not None:
         peaks -= np.array([less_bytes[i] for i in kept])
-    accumulates = np.array([readings[i].accumulates for i in kept])
+    accumulates = np.array([float(readings[i].accumulates) for i in kept])
     unit, largest = max(float(np.abs(peaks).max()), 1.0), float(sizes.max())
     matrix = np.column_stack([np.ones(len(kept)), sizes / largest, accumulates])
     solution, _ = nnls(matrix, np.maximum(peaks / unit, 0.0))
@@ -78,8 +82,8 @@ def _slope(readings: Sequence[Reading], *, column: int, less_bytes: Sequence[flo
 
 def _off_the_flat(readings: Sequence[Reading], column: int) -> list[int]:
     """Indices of readings above the smallest peak of their kind; all if those have one size."""
-    flat = smallest_peaks(readings)
+    flat = {kind: min((r.peak_bytes for r in readings if r.accumulates == kind), default=0) for kind in (False, True)}
     above = [i for i, r in enumerate(readings) if r.peak_bytes > flat[r.accumulates] * (1 + FLAT)]
-    if len({readings[i].row[column] for i in above}) < 2:
+    if len({readings[i].size[column] for i in above}) < 2:
         return list(range(len(readings)))
     return above

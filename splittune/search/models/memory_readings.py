@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from splittune.profiling.measurement import Measurement
 from splittune.search.arrays import FloatArray
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.groups import grouped
+from splittune.split import BatchSplit
 from splittune.units import MIB
 
 # Relative repeatability of a live-bytes peak; kernel workspaces change with the batch size. A
@@ -29,27 +30,20 @@ RESTING_FRACTION = 0.5
 # smaller ones, so one of each may be almost empty.
 QUANTUM_BYTES = 22 * MIB
 
-# Columns of `rows_of`, in order: what F, beta, gamma and, on GPU 0 alone, omega are multiplied by.
-CONSTANT = 0
-SHARE = 1
-ACCUMULATES = 2
-MICRO_BATCH = 3
+Size = tuple[float, float]
+"""Samples of a device's share, and, on GPU 0, of the micro-batch; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One peak of forward and backward on one device."""
 
-    row: FloatArray
-    """(3,) or, on GPU 0, (4,): one row of `rows_of`."""
+    size: Size
+    accumulates: bool
+    """Whether gradients of earlier micro-batches were held."""
     peak_bytes: int
     resting_bytes: int | None
     """Held just before the forward; None where unknown."""
-
-    @property
-    def accumulates(self) -> float:
-        """1 with several accumulation steps, 0 with one."""
-        return float(self.row[ACCUMULATES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +59,9 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorOverhead:
-    """What torch's allocator reserves beyond what is allocated, as four lines."""
+    """What torch's allocator reserves beyond what is allocated, as three lines."""
 
     least: Overhead
-    mean: Overhead
     most: Overhead
     after_flush: Overhead
     """The most that is left once the allocator, running short, has handed its free blocks back."""
@@ -83,9 +76,7 @@ class MemoryReadings:
     failures: list[JudgedTrial] = field(default_factory=list)
     _readings: dict[tuple[int, int], list[Reading]] = field(default_factory=dict, repr=False)
     """By device and number of runs: thousands of splits are judged by the same few."""
-    _proofs: dict[tuple[int, int], FloatArray] = field(default_factory=dict, repr=False)
-    """As `_readings`."""
-    _seen: dict[tuple[int, int], FloatArray] = field(default_factory=dict, repr=False)
+    _held: dict[tuple[int, int], FloatArray] = field(default_factory=dict, repr=False)
     """As `_readings`."""
     _groups: dict[int, list[tuple[int, ...]]] = field(default_factory=dict, repr=False)
     """By number of runs."""
@@ -99,6 +90,10 @@ class MemoryReadings:
         """The largest reserved peak of one device, in bytes; 0 before anything ran."""
         return max((run.memory[device].peak_reserved_bytes for run in self.runs), default=0)
 
+    def update_bytes(self, device: int) -> int:
+        """The largest peak of one device's updates, in bytes; 0 where unknown."""
+        return max((run.memory[device].update_peak_bytes or 0 for run in self.runs), default=0)
+
     def readings(self, device: int) -> list[Reading]:
         """Every peak of forward and backward on one device; none of a replica without a share."""
         key = device, len(self.runs)
@@ -109,38 +104,69 @@ class MemoryReadings:
     def _read(self, device: int) -> list[Reading]:
         readings = []
         for run in self.runs:
-            share, memory = run.split.shard_sizes[device], run.memory[device]
-            if share == 0 and device > 0:
+            split, memory = run.split, run.memory[device]
+            if split.shard_sizes[device] == 0 and device > 0:
                 continue
-            accumulates, size = float(run.split.accumulation_steps > 1), run.split.micro_batch_size
-            row = row_of(device, share, size, accumulates)
-            readings.append(Reading(row, memory.batch_peak_bytes, memory.resting_bytes))
+            accumulates = split.accumulation_steps > 1
+            size = size_of(device, split)
+            readings.append(Reading(size, accumulates, memory.batch_peak_bytes, memory.resting_bytes))
             if memory.single_step_peak_bytes is not None and accumulates:
-                # 0 at rest bounds nothing: the reading beside it tells what is held there
-                readings.append(Reading(row_of(device, share, size, 0.0), memory.single_step_peak_bytes, 0))
+                readings.append(Reading(size, False, memory.single_step_peak_bytes, None))
         return readings
 
-    def oom_rows(self, device: int) -> list[FloatArray]:
-        """The row of each trial in which the device lacked memory."""
-        return [self._row_of_failure(device, trial) for trial in self.failures if device in trial.oom_devices]
+    def knows(self, devices: Sequence[int], accumulates: bool) -> bool:
+        """Whether a peak of that kind of step was read on one of `devices`."""
+        return any(reading.accumulates == accumulates for device in devices for reading in self.readings(device))
 
-    def held_before_failure(self, device: int) -> list[tuple[FloatArray, int]]:
-        """Of each trial in which another device lacked memory, the row and the bytes that this one held until then.
+    def points(
+        self, devices: Sequence[int], accumulates: bool
+    ) -> tuple[list[tuple[float, float, float]], list[tuple[float, float, float]], float | None]:
+        """Where the peak of `devices` is at most and at least so many bytes, and what rests; None where unknown.
 
-        Its peak was no less. Left out are bytes that phases of fixed size may have held.
+        A step that accumulates holds one more copy of the gradients. They are as large as the
+        parameters, which every peak holds: so until both kinds of step were read one that accumulates
+        takes at most twice as much.
         """
-        flat = min((reading.peak_bytes for reading in self.readings(device)), default=0)
-        held = [
-            (self._row_of_failure(device, trial), trial.measurement.memory[device].peak_allocated_bytes)
-            for trial in self.failures
-            if trial.measurement.memory and device not in trial.oom_devices
-        ]
-        return [(row, peak) for row, peak in held if row[SHARE] and peak > (1 + PEAK_TOLERANCE) * flat]
+        at_most, at_least = [], []
+        rests: dict[bool, list[float]] = {True: [], False: []}
+        for reading in (reading for device in devices for reading in self.readings(device)):
+            peak, is_same = float(reading.peak_bytes), reading.accumulates == accumulates
+            more = peak if accumulates and not is_same else 0.0
+            at_most.append((*reading.size, (peak + more) * (1 + REPEATABILITY)))
+            if is_same or accumulates:
+                at_least.append((*reading.size, peak * (1 - REPEATABILITY)))
+            if reading.resting_bytes is not None:
+                gradients = min(self.gradient_bytes(devices), RESTING_FRACTION * reading.resting_bytes)
+                # without earlier gradients parameters still rest on GPU 0, and nothing does on a replica
+                without = reading.resting_bytes - gradients if 0 in devices else 0.0
+                rests[is_same].append(reading.resting_bytes if is_same or accumulates else without)
+        for trial in self.failures:
+            split, memory = trial.split, trial.measurement.memory
+            counts = bool(memory) and (split.accumulation_steps > 1) <= accumulates
+            held = [i for i in devices if i not in trial.oom_devices and split.shard_sizes[i]] if counts else []
+            # what they held when another lacked memory
+            at_least += [(*size_of(i, split), float(memory[i].peak_allocated_bytes)) for i in held]
+        return at_most, at_least, min(rests[True] or rests[False], default=None)
 
-    @staticmethod
-    def _row_of_failure(device: int, trial: JudgedTrial) -> FloatArray:
-        split = trial.split
-        return row_of(device, split.shard_sizes[device], split.micro_batch_size, split.accumulation_steps > 1)
+    def gradient_bytes(self, devices: Sequence[int]) -> float:
+        """What a step that accumulates holds more than a single one; infinite where no trial read both."""
+        return max(
+            (
+                float(run.memory[device].batch_peak_bytes - (run.memory[device].single_step_peak_bytes or 0))
+                for run in self.runs
+                for device in devices
+                if run.memory[device].single_step_peak_bytes and run.split.accumulation_steps > 1
+            ),
+            default=np.inf,
+        )
+
+    def oom_sizes(self, device: int, accumulates: bool) -> list[Size]:
+        """The size of each trial of that kind in which the device lacked memory."""
+        return [
+            size_of(device, trial.split)
+            for trial in self.failures
+            if device in trial.oom_devices and (trial.split.accumulation_steps > 1) <= accumulates
+        ]
 
     def same_memory_groups(self) -> list[tuple[int, ...]]:
         """Replicas in groups whose peaks agreed at every equal share; largest share first."""
@@ -166,36 +192,6 @@ class MemoryReadings:
         groups = self._groups[len(self.runs)]
         return next((group for group in groups if device in group), (device,))
 
-    def floors(self, device: int, accumulates: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(N,) least and most bytes of the phases that no batch size changes: update and reduce.
-
-        The reduce happens within forward and backward, so the smallest of their peaks bounds it.
-        """
-        updates = [run.memory[device].update_peak_bytes or 0 for run in self.runs]
-        smallest = smallest_peaks(self.readings(device))
-        of_all = min(smallest.values(), default=0)
-        single, accumulating = (float(smallest.get(kind, of_all)) for kind in (0.0, 1.0))
-        reduce = np.where(accumulates > 0, accumulating, single)
-        least = np.full(len(reduce), min(updates), dtype=np.float64)
-        return least, np.asarray(np.maximum(reduce, max(updates)), dtype=np.float64)
-
-    def doubt_about_accumulating(self, device: int, accumulates: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(N,) bytes that splits may need less, and more, until both kinds of step were read.
-
-        Accumulating keeps gradients from one micro-batch to the next. They are as large as the
-        parameters, and both are held at rest: so the doubt is half of what is held there.
-        """
-        others = range(1, self.num_devices) if self.num_devices > 1 else range(1)
-        seen = {reading.accumulates for reading in self.readings(device) or self.readings(0)}
-        if len(seen) == 2:
-            return np.zeros_like(accumulates), np.zeros_like(accumulates)
-        resting = [
-            r.peak_bytes if r.resting_bytes is None else r.resting_bytes for i in others for r in self.readings(i)
-        ]
-        doubt = RESTING_FRACTION * max(resting, default=0)
-        less, more = accumulates < min(seen), accumulates > max(seen)
-        return np.where(less, doubt, 0.0), np.where(more, doubt, 0.0)
-
     def allocator_overhead(self, devices: Sequence[int]) -> AllocatorOverhead:
         """What the allocator reserved beyond what was allocated, over all trials of `devices`.
 
@@ -216,72 +212,47 @@ class MemoryReadings:
         return AllocatorOverhead(
             # as far below the smallest ratio seen as the largest is above it
             least=Overhead(0, max(0.0, 2 * min(ratios) - max(ratios))),
-            mean=Overhead(float(np.mean(quanta)), float(np.mean(ratios))),
             most=Overhead(max(quanta), max(ratios)),
             after_flush=Overhead(min(quanta), max(ratios)),
         )
 
-    def proven(self, device: int, shares: FloatArray, micro_batches: FloatArray, accumulates: FloatArray) -> FloatArray:
-        """(N,) reserved bytes that are enough, by a trial with no smaller demand; else infinite.
+    def seen(self, device: int, sizes: FloatArray) -> FloatArray:
+        """(N,) the most reserved bytes of a trial that demanded no more than `sizes`, (N, 2); 0 without one.
 
-        A trial of a replica in one group with the device counts, too.
+        Trials of replicas that are `alike` count, too.
         """
-        key = device, len(self.runs)
-        if key not in self._proofs:
-            self._proofs[key] = self._prove(device)
-        proven = np.full(len(shares), np.inf)
-        for share, size, accumulating, held in self._proofs[key]:
-            demanded = (shares <= share) & (accumulates <= accumulating) & (micro_batches <= size)
-            proven = np.where(demanded, np.minimum(proven, held), proven)
-        return proven
+        held = self._held_by_alike(device)
+        return np.asarray(
+            np.where((held[:, None, :2] <= sizes).all(axis=2), held[:, 3:4], 0.0).max(axis=0, initial=0.0)
+        )
 
-    def seen(self, device: int, shares: FloatArray, micro_batches: FloatArray) -> FloatArray:
-        """(N,) the most reserved bytes of a trial that demanded no more, of the device or one alike; 0 without one."""
-        key = device, len(self.runs)
-        if key not in self._seen:
-            self._seen[key] = self._held_by_alike(device)
-        most = np.zeros(len(shares))
-        for share, size, held in self._seen[key]:
-            most = np.where((share <= shares) & (size <= micro_batches), np.maximum(most, held), most)
-        return most
+    def proven(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
+        """(N,) reserved bytes that were enough for a trial that demanded no less; infinite without one."""
+        held = self._held_by_alike(device)
+        is_enough = (held[:, None, :2] >= sizes).all(axis=2) & (held[:, 2:3] >= accumulates)
+        return np.asarray(np.where(is_enough, held[:, 4:], np.inf).min(axis=0, initial=np.inf))
 
     def _held_by_alike(self, device: int) -> FloatArray:
-        """(R, 3) share, micro-batch (on GPU 0, else 0) and bytes held, of each trial in which it took part."""
-        return np.array(
-            [
-                (
-                    run.split.shard_sizes[one],
-                    run.split.micro_batch_size if device == 0 else 0,
-                    run.memory[one].peak_reserved_bytes,
-                )
-                for one in self.alike(device)
-                for run in self.runs
-                if one == 0 or run.split.shard_sizes[one] > 0
-            ],
-            dtype=float,
-        ).reshape(-1, 3)
-
-    def _prove(self, device: int) -> FloatArray:
-        """(P, 4) share, micro-batch, [k > 1] and bytes held, without rows that others imply."""
+        """(R, 5) size, [k > 1], bytes held and bytes that are enough, of each trial in which it took part."""
+        key = device, len(self.runs)
+        if key in self._held:
+            return self._held[key]
         rows = np.array(
             [
                 (
-                    run.split.shard_sizes[one],
-                    run.split.micro_batch_size if device == 0 else np.inf,
+                    *size_of(one, run.split),
                     float(run.split.accumulation_steps > 1),
-                    run.memory[one].peak_reserved_bytes * self._held_beside(device, one),
+                    run.memory[one].peak_reserved_bytes,
+                    run.memory[one].peak_reserved_bytes * self._held_beside(device, one) * (1 + REPEATABILITY),
                 )
                 for one in self.alike(device)
                 for run in self.runs
                 if one == 0 or run.split.shard_sizes[one] > 0
             ],
             dtype=float,
-        ).reshape(-1, 4)
-        rows = np.unique(rows, axis=0)
-        demands, held = rows[:, :3], rows[:, 3]
-        is_implied = (demands[:, None] <= demands[None]).all(axis=2) & (held[:, None] >= held[None])
-        np.fill_diagonal(is_implied, False)
-        return np.asarray(rows[~is_implied.any(axis=1)])
+        ).reshape(-1, 5)
+        self._held[key] = np.unique(rows, axis=0)
+        return self._held[key]
 
     def _held_beside(self, device: int, other: int) -> float:
         """How many times what `other` held `device` held at most at equal shares; at least 1.
@@ -299,23 +270,6 @@ class MemoryReadings:
         return max([1.0, *(own / max(1, beside) for own, beside in pairs)]) if pairs else 1 + PEAK_TOLERANCE
 
 
-def rows_of(device: int, shares: FloatArray, micro_batches: FloatArray, accumulates: FloatArray) -> FloatArray:
-    """(N, 3), on GPU 0 (N, 4): what the coefficients F, beta, gamma and omega are multiplied by."""
-    columns = [np.ones_like(shares), shares, accumulates]
-    return np.column_stack([*columns, micro_batches] if device == 0 else columns)
-
-
-def row_of(device: int, share: float, micro_batch: float, accumulates: float) -> FloatArray:
-    """One row of `rows_of`."""
-    one: FloatArray = rows_of(
-        device, np.array([float(share)]), np.array([float(micro_batch)]), np.array([float(accumulates)])
-    )[0]
-    return one
-
-
-def smallest_peaks(readings: Sequence[Reading]) -> Mapping[float, int]:
-    """The smallest peak of each kind of step: 0 for a single one, 1 for one that accumulates."""
-    smallest: dict[float, int] = {}
-    for reading in readings:
-        smallest[reading.accumulates] = min(reading.peak_bytes, smallest.get(reading.accumulates, reading.peak_bytes))
-    return smallest
+def size_of(device: int, split: BatchSplit) -> Size:
+    """What a device's memory depends on."""
+    return float(split.shard_sizes[device]), float(split.micro_batch_size) if device == 0 else 0.0

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from splittune.search.arrays import BoolArray, FloatArray
-from splittune.search.candidates.acquisition import CandidateScores, expected_improvement, joint_feasibility
+from splittune.search.candidates.acquisition import CandidateScores
 from splittune.search.candidates.generate import candidates, failures_on_alike, neighbours
 from splittune.search.candidates.table import (
     SplitTable,
@@ -21,6 +21,7 @@ from splittune.search.candidates.table import (
     open_rows,
 )
 from splittune.search.judged_trials import JudgedTrial, best_trial
+from splittune.search.models.groups import grouped
 from splittune.search.models.memory import MemoryModel
 from splittune.search.models.step_time import TimeModel
 from splittune.search.models.step_trials import totals_of
@@ -31,9 +32,20 @@ from splittune.split import BatchSplit, SplitSpace
 # more trials to reach a large batch.
 MAX_GROWTH = 16
 
+# Predictions that were off by more deviations than this, on the root mean square, are not believed. A
+# choice: the usual three.
+MOST_DOUBT = 3.0
+
 # Devices that nothing tells apart are measured one by one up to this many. A choice, less than half of
 # the default number of trials of a search: the rest is left for the splits themselves.
-MAX_KINDS = 6
+MAX_KINDS = 8
+
+# A kind is by itself where its shares are this many times those of the others. A choice, above the ratio of
+# speeds of most devices that are used together.
+TIMES_OTHERS = 4
+# Devices that took as long alone, up to this part, are of one kind. A choice, above the noise of most
+# clocks. Larger, and slower devices hide among faster ones; smaller, and each device is learned alone.
+ALIKE = 0.04
 
 ProposalKind = Literal[
     "start",
@@ -43,7 +55,6 @@ ProposalKind = Literal[
     "improve",
     "tell apart",
     "risky",
-    "verify",
 ]
 
 
@@ -152,19 +163,14 @@ class SearchState:
 
     def _scores_of(self, table: SplitTable) -> CandidateScores:
         times = self.time.predict(table.steps, table.shards)
-        best_log_s = self.best_log_s
-        # with nothing to compare with, everything gains, the fastest most
-        reference = best_log_s if np.isfinite(best_log_s) else float(times.log_s.max()) + 1
         needed = self.memory.needed(table.steps, table.shards)
         is_within_budget = (needed.most_after_cache_flush <= self.memory.budget_bytes).all(axis=1)
         return CandidateScores(
             table=table,
             times=times,
-            best_log_s=best_log_s,
-            gain=expected_improvement(reference - times.log_s, times.deviation),
+            best_log_s=self.best_log_s,
             needed=needed,
             limits=self.limits,
-            feasibility=joint_feasibility(needed, self.limits),
             cannot_oom=is_within_budget & self.is_grown_slowly(table),
         )
 
@@ -188,17 +194,42 @@ class SearchState:
         return self.space.global_batch_size / float(np.exp(scores.times.log_s[row]))
 
 
-def kinds_of(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...] | None:
-    """A number for each device, the same for those that are taken to be alike; None before one ran.
+def separable_kinds(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...] | None:
+    """A number for each device, the same for those that are never told apart; None before one ran.
 
     It matters where trials do not say how long each device worked. Where GPU 0's share alone is
-    varied, the others are alike. Else devices of as much memory are; where all have as much, each
-    is a kind of its own, if there are no more than `MAX_KINDS`.
+    varied, the others are alike. Else each device is a kind of its own, and where there are more
+    than `MAX_KINDS`, each size of memory.
     """
     if space.shares == "gpu0":
         return (0, *[1] * (space.num_devices - 1))
     ran = next((trial.measurement for trial in trials if trial.ran), None)
     if ran is None:
         return None
-    totals = totals_of(ran)
-    return totals if len(set(totals)) > 1 or len(totals) > MAX_KINDS else tuple(range(len(totals)))
+    return tuple(range(space.num_devices)) if space.num_devices <= MAX_KINDS else totals_of(ran)
+
+
+def kinds_of(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...] | None:
+    """The `separable_kinds`, and as one those that took as long when each was alone; None before a trial ran."""
+    kinds = separable_kinds(space, trials)
+    if kinds is None or space.shares == "gpu0":
+        return kinds
+    alone: dict[int, dict[int, float]] = {kind: {} for kind in kinds}
+    for trial in trials:
+        kind, step_s = kind_alone(trial.split, kinds), trial.measurement.step_time_s
+        if kind is not None and step_s is not None:
+            alone[kind][max(trial.split.shard_sizes)] = step_s / trial.split.accumulation_steps
+
+    def are_alike(one: int, other: int) -> bool:
+        common = alone[one].keys() & alone[other].keys()
+        return bool(common) and all(abs(np.log(alone[one][share] / alone[other][share])) < ALIKE for share in common)
+
+    number = {kind: group[0] for group in grouped(sorted(alone), are_alike) for kind in group}
+    return tuple(number[kind] for kind in kinds)
+
+
+def kind_alone(split: BatchSplit, kinds: Sequence[int]) -> int | None:
+    """The only kind with shares that count; None where several had."""
+    least = max(split.shard_sizes) / TIMES_OTHERS
+    took_part = {kind for kind, shard in zip(kinds, split.shard_sizes, strict=True) if shard > least}
+    return took_part.pop() if len(took_part) == 1 else None

@@ -13,10 +13,13 @@ from splittune.search.judged_trials import JudgedTrial, known_infeasible
 from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit
 
+# How likely an even split must fit where trials do not tell what is held at rest. A choice: even odds.
+BLIND_CHANCE = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class FindBaseline:
-    """The even split at the fewest steps that surely fits, if clearly fewer than fitted so far.
+    """The even split at the fewest steps that almost surely fits, if clearly fewer than fitted so far.
 
     Each such trial lets the memory model vouch for a larger one: 16 steps, then 10, then 6.
     """
@@ -28,6 +31,10 @@ class FindBaseline:
     min_gain: float | None = None
     """Optimistic gain, in logarithms of time, that the trial must promise; None where it is wanted in any
     case. A choice. Larger: fewer trials where fewer steps are hardly faster."""
+
+    min_chance: float = 0.98
+    """How likely it must keep its headroom; a half where trials do not tell what is held at rest. A choice. Smaller:
+    larger strides, and more of them run out of memory."""
 
     deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %."""
@@ -43,19 +50,10 @@ class FindBaseline:
         return _towards_baseline(wanted.split(0)) if len(wanted) and self._is_gain(wanted, state) else None
 
     def _fits(self, evens: SplitTable, state: SearchState) -> BoolArray:
-        """(N,) which even splits keep their headroom.
-
-        Bounds are wide for want of knowledge where trials do not tell what is held at rest: then the
-        likeliest must fit. And they are wide while no size has raised a peak: a card that parameters
-        almost fill would be approached in small steps, so larger ones are taken until one fails.
-        """
-        needed, memory = state.memory.needed(evens.steps, evens.shards), state.memory
-        most = needed.most
-        if not memory.knows_rest:
-            most = needed.likely
-        elif memory.is_flat and all(trial.ran for trial in state.trials[1:]):
-            most = memory.most_while_flat(needed)
-        return np.asarray((most <= state.limits).all(axis=1) & state.is_grown_slowly(evens))
+        """(N,) which even splits likely keep their headroom, see `min_chance`."""
+        needed = state.memory.needed(evens.steps, evens.shards)
+        least = self.min_chance if state.memory.knows_rest else BLIND_CHANCE
+        return np.asarray((needed.chance_below(state.limits) >= least) & state.is_grown_slowly(evens))
 
     def _is_gain(self, wanted: SplitTable, state: SearchState) -> bool:
         """Whether the first of these splits may be as much faster as is asked for."""

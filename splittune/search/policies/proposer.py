@@ -10,10 +10,9 @@ from splittune.search.candidates.table import open_rows
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.calibration import Calibration
 from splittune.search.models.memory import MemoryModel
-from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables
+from splittune.search.policies.base import MOST_DOUBT, Policy, Proposal, SearchState, SpaceTables
 from splittune.search.policies.baseline import FindBaseline
 from splittune.search.policies.confidence import UpperConfidenceBound
-from splittune.search.policies.improve import ExpectedImprovement
 from splittune.search.policies.smallest_left import SmallestLeft
 from splittune.search.policies.start_small import StartSmall
 from splittune.search.policies.tell_apart import TellApart
@@ -23,15 +22,10 @@ POLICIES: tuple[Policy, ...] = (
     StartSmall(),
     FindBaseline(min_fewer_steps=0.2, min_gain=0.05),  # in large strides, while they promise speed
     TellApart(),
-    ExpectedImprovement(),
     FindBaseline(min_fewer_steps=0.05),  # what the result is compared with
     UpperConfidenceBound(),
     SmallestLeft(),
 )
-
-# Predictions that were off by more deviations than this, on the root mean square, are not believed. A
-# choice: the usual three.
-MOST_DOUBT = 3.0
 
 
 def propose(state: SearchState, policies: Sequence[Policy]) -> Proposal | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from splittune.search.candidates.table import micro_batches
-from splittune.search.policies.base import Proposal, SearchState
+from splittune.search.policies.base import TIMES_OTHERS, Proposal, SearchState, kind_alone, separable_kinds
 from splittune.split import BatchSplit, SplitSpace, even_shards
 
 
@@ -16,25 +16,23 @@ class TellApart:
     """Each kind of device by itself, at the share that it had in the largest even split that fits.
 
     A step takes as long as its slowest device, so without busy times splits over all devices show
-    one kind alone, and shares cannot be balanced. Kinds are as `kinds_of` tells them. Example: 4
-    devices of 24 GiB and 2 of 16 GiB that fit 8 samples each are measured at 32 samples on the
-    four, and at 16 on the two. Devices that must have a share get the least.
+    one kind alone, and shares cannot be balanced. Kinds are as `separable_kinds` tells them. Example: 3
+    devices that fit 8 samples each are measured with 8 on the first, on the second, and on the third.
+    Devices that must have a share get the least.
     """
 
-    times_others: float = 4.0
-    """A kind is by itself where its shares are this many times those of the others. A choice, above the
-    ratio of speeds of most devices that are used together."""
-
     def propose(self, state: SearchState) -> Proposal | None:
-        space, kinds = state.space, state.kinds
+        space, kinds = state.space, separable_kinds(state.space, state.trials)
         if space.num_devices == 1 or not state.any_fits or state.time.tells_busy:
             return None
-        share = max(min(trial.split.shard_sizes) for trial in state.trials if trial.fits)
-        if kinds is None or len(set(kinds)) == 1 or share < max(1, self.times_others * space.min_shard_size):
+        if kinds is None or len(set(kinds)) == 1:
             return None
-        known = {self._kind_alone(trial.split, kinds) for trial in state.trials if trial.ran}
+        known = {kind_alone(trial.split, kinds) for trial in state.trials if trial.ran}
         for kind in sorted(set(kinds) - known):
-            split = self._alone(space, [i for i, other in enumerate(kinds) if other == kind], share)
+            devices = [i for i, other in enumerate(kinds) if other == kind]
+            share = max(min(trial.split.shard_sizes[i] for i in devices) for trial in state.trials if trial.fits)
+            enough = share >= max(1, TIMES_OTHERS * space.min_shard_size)
+            split = self._alone(space, devices, share) if enough else None
             if split is None or split not in space:
                 continue
             if any(trial.split == split or trial.rules_out(split) for trial in state.trials):
@@ -66,9 +64,3 @@ class TellApart:
         return BatchSplit(
             global_batch_size=space.global_batch_size, accumulation_steps=steps, shard_sizes=tuple(shards.tolist())
         )
-
-    def _kind_alone(self, split: BatchSplit, kinds: tuple[int, ...]) -> int | None:
-        """The only kind with shares that count; None where several had."""
-        least = max(split.shard_sizes) / self.times_others
-        took_part = {kind for kind, shard in zip(kinds, split.shard_sizes, strict=True) if shard > least}
-        return took_part.pop() if len(took_part) == 1 else None

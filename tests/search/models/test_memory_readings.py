@@ -9,7 +9,7 @@ import pytest
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial
-from splittune.search.models.memory_readings import QUANTUM_BYTES, MemoryReadings, row_of, rows_of
+from splittune.search.models.memory_readings import QUANTUM_BYTES, REPEATABILITY, MemoryReadings, size_of
 from splittune.split import BatchSplit
 from tests.search.problem import MIB, even, split
 
@@ -35,13 +35,6 @@ def peaks(*runs: Measurement, failures: Sequence[JudgedTrial] = ()) -> MemoryRea
     return MemoryReadings(runs[0].split.num_devices, list(runs), list(failures))
 
 
-def test_rows_hold_what_the_coefficients_are_multiplied_by() -> None:
-    """A constant, the share and whether steps accumulate; on GPU 0 the whole micro-batch, too."""
-    assert row_of(1, 4, 16, 1.0).tolist() == [1, 4, 1]
-    assert row_of(0, 4, 16, 0.0).tolist() == [1, 4, 0, 16]
-    assert rows_of(0, np.array([4.0, 5.0]), np.array([16.0, 17.0]), np.zeros(2)).shape == (2, 4)
-
-
 def test_a_reading_is_the_peak_of_forward_and_backward_where_that_is_known() -> None:
     """The update's peak is no reading of the micro-step; what is held at rest comes along, None
     where unknown.
@@ -65,8 +58,8 @@ def test_a_step_of_one_micro_batch_seen_beside_is_a_reading_of_its_own() -> None
     """
     told = memory(0, 100, single_step_peak_bytes=80)
     assert [(r.accumulates, r.peak_bytes / MIB) for r in peaks(ran(even(B, 4, 1), told)).readings(0)] == [
-        (1.0, 100),
-        (0.0, 80),
+        (True, 100),
+        (False, 80),
     ]
     assert len(peaks(ran(even(B, 1, 1), told)).readings(0)) == 1
 
@@ -94,37 +87,6 @@ def test_replicas_never_seen_alike_stay_apart() -> None:
     assert peaks(ran(split(B, 4, 2, 2, 4), 90, 50, 50)).same_memory_groups() == [(2,), (1,)]
 
 
-def test_the_update_is_a_floor_and_the_smallest_peak_bounds_the_reduce() -> None:
-    """No split needs less than the update, nor is the reduce above the smallest peak seen of its
-    kind of step.
-    """
-    told = [memory(0, peak, micro_step_peak_bytes=peak, update_peak_bytes=40) for peak in (70, 90, 30)]
-    tried = [even(B, 8, 1), even(B, 4, 1), even(B, 1, 1)]
-    seen = peaks(*(ran(one, reading) for one, reading in zip(tried, told, strict=True)))
-    least, most = seen.floors(0, np.array([1.0, 0.0]))
-    assert (least / MIB).tolist() == [40, 40]
-    assert (most / MIB).tolist() == [70, 40]
-
-
-def test_what_accumulating_needs_is_in_doubt_until_seen() -> None:
-    """Half of what a replica holds at rest may come or go with accumulation, until both kinds of
-    step were read.
-    """
-    seen = peaks(ran(even(B, 4, 2), 90, memory(1, 90, resting_bytes=60)))
-    less, more = seen.doubt_about_accumulating(1, np.array([1.0, 0.0]))
-    assert (less / MIB).tolist() == [0, 30]
-    assert (more / MIB).tolist() == [0, 0]
-    seen.runs.append(ran(even(B, 1, 2), 120, 120))
-    assert not any(doubt.any() for doubt in seen.doubt_about_accumulating(1, np.array([1.0, 0.0])))
-
-
-def test_a_device_that_never_worked_is_in_doubt_as_gpu0_is() -> None:
-    """A replica without a reading takes the doubt of GPU 0's kinds of step."""
-    seen = peaks(ran(split(B, 4, 8, 0), memory(0, 90, resting_bytes=60), 0))
-    assert seen.doubt_about_accumulating(1, np.array([0.0]))[0][0] == 0
-    assert not seen.doubt_about_accumulating(1, np.array([1.0]))[1].any()
-
-
 def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> None:
     """Up to a block beyond what is live says nothing of larger sizes, and is handed back when
     short; more grows with them.
@@ -133,7 +95,6 @@ def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> N
     overhead = peaks(ran(even(B, 4, 2), *held)).allocator_overhead(range(2))
     live = np.array([1000.0 * MIB])
     assert overhead.least(live)[0] == pytest.approx(0)
-    assert overhead.mean(live)[0] == pytest.approx((QUANTUM_BYTES + 4 * MIB) / 2 + 0.05 * live[0])
     assert overhead.most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
     assert overhead.after_flush(live)[0] == pytest.approx(4 * MIB + 0.1 * live[0])
 
@@ -147,15 +108,14 @@ def test_each_device_has_gaps_of_its_own_allocator() -> None:
     assert seen.allocator_overhead([0]).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
     assert seen.allocator_overhead([1]).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
     assert seen.allocator_overhead([2]).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
-    assert seen.allocator_overhead([2]).mean(live)[0] == pytest.approx(QUANTUM_BYTES + 0.3 * live[0])
 
 
 def test_what_was_seen_is_the_most_of_trials_that_demanded_no_more() -> None:
     """Of a replica by its share, on GPU 0 by share and micro-batch; nothing where all demanded more."""
     seen = peaks(ran(even(B, 4, 2), 100, 80), ran(even(B, 2, 2), 150, 130))
-    shares, sizes = np.array([3.0, 4.0, 8.0, 40.0]), np.array([8.0, 8.0, 12.0, 64.0])
-    assert (seen.seen(0, shares, sizes) / MIB).tolist() == [0, 100, 100, 150]
-    assert (seen.seen(1, shares, sizes) / MIB).tolist() == [0, 80, 130, 130]
+    sizes = np.array([[3.0, 8.0], [4.0, 8.0], [8.0, 12.0], [40.0, 64.0]])
+    assert (seen.seen(0, sizes) / MIB).tolist() == [0, 100, 100, 150]
+    assert (seen.seen(1, sizes * [1, 0]) / MIB).tolist() == [0, 80, 130, 130]
 
 
 def test_a_trial_that_demanded_no_less_proves_what_is_needed() -> None:
@@ -163,23 +123,50 @@ def test_a_trial_that_demanded_no_less_proves_what_is_needed() -> None:
     never for another kind of step.
     """
     seen = peaks(ran(even(B, 2, 2), 100, 80), ran(even(B, 1, 2), 150, 130))
-    shares, sizes = np.array([8.0, 8.0, 9.0]), np.array([16.0, 32.0, 32.0])
-    held = seen.proven(0, shares, sizes, np.array([1.0, 0.0, 1.0])) / MIB
-    assert held.tolist() == [100, 150, np.inf]
-    assert (seen.proven(1, shares, sizes, np.array([1.0, 1.0, 0.0])) / MIB).tolist() == [80, 80, 130]
+    enough = 1 + REPEATABILITY
+    sizes = np.array([[8.0, 16.0], [9.0, 32.0]])
+    assert (seen.proven(0, sizes, True) / MIB).tolist() == pytest.approx([100 * enough, np.inf])
+    assert (seen.proven(0, np.array([[8.0, 32.0]]), False) / MIB).tolist() == pytest.approx([150 * enough])
+    of_replica = [seen.proven(1, np.array([[8.0, 0.0]]), kind)[0] / MIB for kind in (True, False)]
+    assert of_replica == pytest.approx([80 * enough, 80 * enough])
+    assert seen.proven(1, np.array([[9.0, 0.0]]), False)[0] / MIB == pytest.approx(130 * enough)
 
 
-def test_a_failure_is_a_row_of_the_devices_that_lacked_memory() -> None:
-    """Where a device ran out, its row is known to need what fills it; those that did not tell
-    nothing.
+def test_a_failure_tells_of_the_devices_that_lacked_memory() -> None:
+    """Where a device ran out, it is known to need what fills it, in steps that accumulate no less than those that
+    failed; those that did not run out held no more than they were seen to.
     """
-    failed = JudgedTrial(
-        measurement=Measurement(split=split(B, 2, 4, 12), outcome=Outcome.OUT_OF_MEMORY), oom_devices=frozenset({1})
-    )
+    measurement = Measurement(split=split(B, 2, 4, 12), outcome=Outcome.OUT_OF_MEMORY)
+    failed = JudgedTrial(measurement=measurement, oom_devices=frozenset({1}))
     seen = peaks(ran(even(B, 4, 2), 90, 90), failures=[failed, replace(failed, oom_devices=frozenset())])
-    (row,) = seen.oom_rows(1)
-    assert row.tolist() == [1, 12, 1]
-    assert seen.oom_rows(0) == []
+    assert seen.oom_sizes(1, True) == [size_of(1, measurement.split)] == [(12, 0)]
+    assert seen.oom_sizes(1, False) == []
+    assert seen.oom_sizes(0, True) == []
+
+
+def test_what_another_held_before_a_failure_bounds_it_from_below() -> None:
+    """GPU 0 held 95 MiB with 4 of 16 samples when GPU 1 ran out: it needs no less."""
+    memory_then = (memory(0, 95), memory(1, 99))
+    measurement = Measurement(split=split(B, 2, 4, 12), outcome=Outcome.OUT_OF_MEMORY, memory=memory_then)
+    failed = JudgedTrial(measurement=measurement, oom_devices=frozenset({1}))
+    _, at_least, _ = peaks(ran(even(B, 4, 2), 90, 90), failures=[failed]).points((0,), True)
+    assert (4.0, 16.0, 95.0 * MIB) in at_least
+
+
+def test_a_step_that_accumulates_needs_no_less_and_at_most_twice_as_much() -> None:
+    """Of single steps alone: gradients that are held are as large as parameters, which every peak holds."""
+    at_most, at_least, rest = peaks(ran(even(B, 1, 2), 100, 80)).points((1,), True)
+    assert at_most == [(16.0, 0.0, pytest.approx(160 * MIB * (1 + REPEATABILITY)))]
+    assert at_least == [(16.0, 0.0, pytest.approx(80 * MIB * (1 - REPEATABILITY)))]
+    assert rest is None
+
+
+def test_what_rests_is_less_without_earlier_gradients() -> None:
+    """GPU 0 rests with 60 MiB of which 20 are gradients: 40 rest in a single step. A replica is not there before it."""
+    told = [memory(i, 100, resting_bytes=60, single_step_peak_bytes=80) for i in (0, 1)]
+    seen = peaks(ran(even(B, 4, 2), *told))
+    assert [seen.points((i,), True)[2] for i in (0, 1)] == [60 * MIB, 60 * MIB]
+    assert [seen.points((i,), False)[2] for i in (0, 1)] == [40 * MIB, 0]
 
 
 def test_the_largest_held_is_the_allocators() -> None:
@@ -192,9 +179,10 @@ def test_what_one_of_a_kind_held_proves_it_for_the_others() -> None:
     other holds with 6.
     """
     seen = peaks(ran(even(B, 2, 4), 100, 50, 50, 60), ran(split(B, 2, 0, 8, 4, 4), 80, 90, 50, 60))
-    shares, sizes, accumulates = np.array([6.0]), np.array([16.0]), np.array([1.0])
-    assert [float(seen.proven(device, shares, sizes, accumulates)[0]) / MIB for device in (1, 2)] == [90, 90]
-    assert np.isinf(seen.proven(3, shares, sizes, accumulates)[0])
+    size = np.array([[6.0, 0.0]])
+    proven = [float(seen.proven(device, size, True)[0]) / MIB for device in (1, 2)]
+    assert proven == pytest.approx([90 * (1 + REPEATABILITY)] * 2)
+    assert np.isinf(seen.proven(3, size, True)[0])
     assert seen.alike(2) == (1, 2)
     assert seen.alike(0) == (0,)
 
@@ -202,9 +190,9 @@ def test_what_one_of_a_kind_held_proves_it_for_the_others() -> None:
 def test_one_that_held_a_little_more_is_proven_a_little_more() -> None:
     """With 4 samples GPU 2 held 0.5 % more than GPU 1, so it is taken to with 8."""
     seen = peaks(ran(even(B, 2, 4), 100, 200, 201, 60), ran(split(B, 2, 0, 8, 4, 4), 80, 400, 201, 60))
-    shares, sizes, accumulates = np.array([8.0]), np.array([16.0]), np.array([1.0])
-    assert seen.proven(2, shares, sizes, accumulates)[0] / MIB == pytest.approx(400 * 1.005)
-    assert seen.proven(1, shares, sizes, accumulates)[0] / MIB == pytest.approx(400)
+    size, enough = np.array([[8.0, 0.0]]), 1 + REPEATABILITY
+    assert seen.proven(2, size, True)[0] / MIB == pytest.approx(400 * 1.005 * enough)
+    assert seen.proven(1, size, True)[0] / MIB == pytest.approx(400 * enough)
 
 
 def test_cards_of_a_kind_by_a_third_differ_by_what_a_kind_may() -> None:
@@ -214,9 +202,8 @@ def test_cards_of_a_kind_by_a_third_differ_by_what_a_kind_may() -> None:
     together = ran(split(B, 4, 0, 4, 4, 0), 80, 200, 200, 0), ran(split(B, 2, 0, 0, 8, 8), 80, 0, 400, 400)
     seen = peaks(*together, ran(split(B, 2, 4, 0, 0, 12), 80, 0, 0, 600), ran(split(B, 2, 0, 0, 16, 0), 80, 0, 800, 0))
     assert set(seen.alike(1)) == {1, 2, 3}
-    shares, sizes, accumulates = np.array([12.0]), np.array([16.0]), np.array([1.0])
-    proven = [seen.proven(device, shares, sizes, accumulates)[0] / MIB for device in (1, 2, 3)]
-    assert proven == pytest.approx([606, 600, 600])
+    proven = [seen.proven(device, np.array([[12.0, 0.0]]), True)[0] / MIB for device in (1, 2, 3)]
+    assert proven == pytest.approx([one * (1 + REPEATABILITY) for one in (606, 600, 600)])
 
 
 def test_nothing_is_alike_before_anything_ran() -> None:

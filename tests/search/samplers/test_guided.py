@@ -297,7 +297,7 @@ def test_every_trial_says_why() -> None:
     told = reasons(search(problem))
     assert told[0] == "the smallest even split: a safe start"
     assert any("looking for the baseline" in reason for reason in told)
-    assert any(reason.startswith("predicted ") and "GPU 0 at " in reason for reason in told)
+    assert any(reason.startswith("predicted ") and "GPU 0 at most at " in reason for reason in told)
 
 
 def test_the_search_converges_before_its_budget_where_nothing_is_to_gain() -> None:

@@ -1,0 +1,194 @@
+"""The least and the most that a peak can be: the highest of unknown lines, seen at a few sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splittune.search.arrays import FloatArray
+
+# Bounds that meet in less than this volume, scaled to units of 1, do not meet in a corner.
+LEAST_VOLUME = 1e-9
+# A corner may break a bound by this part, for rounding.
+ROUNDING = 1e-9
+# Two peaks are the same up to this part: twice the repeatability of a peak.
+SAME_PEAK = 0.004
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Points:
+    """What is known of a peak at R sizes."""
+
+    sizes: FloatArray
+    """(R, 2) samples of the device's share, and of the micro-batch where that counts, else 0."""
+    num_bytes: FloatArray
+    """(R,)"""
+
+    @classmethod
+    def of(cls, rows: list[tuple[float, float, float]]) -> Points:
+        """Of (share, micro-batch, bytes) for each size."""
+        array = np.unique(np.array(rows, dtype=float).reshape(-1, 3), axis=0)
+        return cls(sizes=array[:, :2], num_bytes=array[:, 2])
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Bounds of ``f(s, m)``, the highest of lines ``F + beta s + omega m`` with no negative coefficient.
+
+    A line is a phase of a step, such as the end of the forward: F is no less than what rests between
+    steps, beta what a sample of the device's share takes, omega what one of the micro-batch does.
+
+    - **The most**: the highest line that lies below every point where `f` is known to be no more.
+    - **The least**: f is convex and never falls, so a chord to a point where f is no less goes on
+      beyond it, and beta is no less than the steepest chord.
+
+    Worked: 2 at rest, f is 5 at a share of 1 and 8 at 10. A line may rise by 0.6 a sample at most,
+    from 2, so at a share of 20 f is 14 at most. It rose by a third from 1 to 10, so it is 11.3 at least.
+
+    Built by `through` of:
+        at_most: where f is no more than so many bytes; at least one point.
+        at_least: where f is no less.
+        rest: no line begins below it.
+        slopes: least and most of the largest beta, as others tell.
+    """
+
+    rest: float
+    corners: FloatArray
+    """(K, 3) the F - rest, beta and omega of the extreme lines."""
+    at_least: Points
+    chords: Points
+    """(C, 2) differences of sizes, and the bytes that f rose by at least over each."""
+    ends: NDArray[np.int64]
+    """(C,) the point of `at_least` where each chord ends."""
+    least_slopes: FloatArray
+    """(2,) least of the largest beta, and of the largest omega."""
+    is_flat: bool
+    """Whether f was no more at the largest size than at a smaller one."""
+
+    @classmethod
+    def through(
+        cls, at_most: Points, at_least: Points, rest: float, slopes: tuple[float, float] = (0.0, np.inf)
+    ) -> Envelope:
+        """The envelope that these points leave; see `Envelope`."""
+        chords, ends = _chords(at_most, at_least)
+        if len(ends):
+            # a line that rises so steeply began no higher
+            begins = at_least.num_bytes[ends] - _times(at_least.sizes[ends], chords.sizes) * chords.num_bytes
+            rest = max(min(rest, float(begins.min())), 0.0)
+        rest = min(rest, float(at_most.num_bytes.min()) - 1.0)
+        alone = np.where((chords.sizes > 0) & (chords.sizes[:, ::-1] <= 0), chords.sizes, np.inf)
+        least_slopes = np.maximum((chords.num_bytes[:, None] / alone).max(axis=0, initial=0.0), [slopes[0], 0.0])
+        grown = at_most.num_bytes - rest
+        beside = np.maximum(grown - least_slopes[0] * at_most.sizes[:, 0], 0.0)
+        gathers = at_most.sizes[:, 1] > 0
+        # outputs are alive together with the activations
+        omega = (beside[gathers] / at_most.sizes[gathers, 1]).min() if gathers.any() else 0.0
+        most_slopes = max(slopes[1], least_slopes[0]), max(float(omega), least_slopes[1])
+        return cls(
+            rest=rest,
+            corners=_extreme_lines(at_most.sizes, grown, most_slopes),
+            at_least=at_least,
+            chords=chords,
+            ends=ends,
+            least_slopes=least_slopes,
+            is_flat=_is_flat(at_least),
+        )
+
+    @property
+    def slopes(self) -> tuple[float, float]:
+        """Least and most of the largest beta."""
+        return float(self.least_slopes[0]), float(self.corners[:, 1].max())
+
+    def most(self, sizes: FloatArray) -> FloatArray:
+        """(N,) for `sizes` (N, 2)."""
+        rows = np.column_stack([np.ones(len(sizes)), sizes])
+        return np.asarray(self.rest + (rows @ self.corners.T).max(axis=1))
+
+    def sure(self, sizes: FloatArray) -> FloatArray:
+        """(N,) the least of what grows, beside what rests, for `sizes` (N, 2)."""
+        return np.asarray(self.rest + sizes @ self.least_slopes)
+
+    def least(self, sizes: FloatArray) -> FloatArray:
+        """(N,) for `sizes` (N, 2)."""
+        bounds = [self.sure(sizes)]
+        if len(self.at_least.num_bytes):
+            before = np.maximum(self.at_least.sizes - sizes[:, None], 0.0) @ self.corners[:, 1:].max(axis=0)
+            bounds.append((self.at_least.num_bytes - before).max(axis=1))
+        if len(self.ends):
+            further = sizes[:, None] - self.at_least.sizes[self.ends]
+            beyond = self.at_least.num_bytes[self.ends] + _times(further, self.chords.sizes) * self.chords.num_bytes
+            bounds.append(np.where((further >= 0).all(axis=2), beyond, 0.0).max(axis=1))
+        return np.asarray(np.minimum(np.max(bounds, axis=0), self.most(sizes)))
+
+
+def _times(sizes: FloatArray, over: FloatArray) -> FloatArray:
+    """(..., C) how many times `sizes`, (..., C, 2), go over chords, (C, 2), in the sizes that these grow in."""
+    grows = over > 0
+    return np.asarray(np.where(grows, sizes / np.where(grows, over, 1.0), np.inf).min(axis=-1))
+
+
+def begins_above(num_bytes: float, at_most: Points, at_least: Points) -> bool:
+    """Whether f is more than `num_bytes` without samples: it is convex, so before two points it fell no faster.
+
+    Points count that lie on one ray from the origin. Worked: 1,020 bytes with 4 samples and 1,040 with 8
+    were no less than 1,000 without.
+    """
+    near, far = at_least.sizes[:, None], at_most.sizes[None]
+    share, further = near[..., 0], far[..., 0] - near[..., 0]
+    on_a_ray = (further > 0) & (share * far[..., 1] == far[..., 0] * near[..., 1])
+    fallen = (at_most.num_bytes[None] - at_least.num_bytes[:, None]) * share / np.where(on_a_ray, further, 1.0)
+    return bool((on_a_ray & (at_least.num_bytes[:, None] - fallen > num_bytes)).any())
+
+
+def _is_flat(at_least: Points) -> bool:
+    """Whether f was the same at the largest size, of both, and at one that was smaller in one of them."""
+    if not len(at_least.num_bytes):
+        return False
+    largest = np.lexsort(at_least.sizes.T)[-1]
+    smaller = (at_least.sizes < at_least.sizes[largest]).any(axis=1)
+    as_much = at_least.num_bytes >= (1 - SAME_PEAK) * at_least.num_bytes[largest]
+    return bool((smaller & as_much).any())
+
+
+def _extreme_lines(sizes: FloatArray, num_bytes: FloatArray, most_slopes: tuple[float, float]) -> FloatArray:
+    """(K, 3) the corners of all coefficients with ``F + beta s + omega m <= bytes`` at every point."""
+    # a point with no less of both sizes and fewer bytes says all that this one does
+    no_smaller = (sizes >= sizes[:, None]).all(axis=2) & (num_bytes <= num_bytes[:, None])
+    is_same = no_smaller & no_smaller.T
+    binds = ~(no_smaller & (~is_same | (np.arange(len(sizes)) < np.arange(len(sizes))[:, None]))).any(axis=1)
+    rows = np.column_stack([np.ones(binds.sum()), sizes[binds]])
+    limits = num_bytes[binds]
+    unit, scale = limits.max(), np.maximum(rows.max(axis=0), 1.0)
+    # no sample takes more than all of it; a micro-batch that is 0 everywhere does not count
+    most = np.array([np.inf, *most_slopes])
+    most = np.where(np.isinf(most), [np.inf, limits.max(), limits.max()], most)
+    largest = most * scale / unit
+    capped = np.flatnonzero(np.isfinite(largest))
+    matrix = np.concatenate([rows / scale, np.eye(3)[capped], -np.eye(3)])
+    bounds = np.concatenate([limits / unit, largest[capped], np.zeros(3)])
+    triples = np.array(list(combinations(range(len(matrix)), 3)))
+    triples = triples[np.abs(np.linalg.det(matrix[triples])) > LEAST_VOLUME]
+    corners = np.linalg.solve(matrix[triples], bounds[triples][..., None])[..., 0]
+    corners = corners[(corners @ matrix.T <= bounds + ROUNDING).all(axis=1)]
+    return np.asarray(np.unique(np.maximum(corners, 0.0), axis=0) / scale * unit)
+
+
+def _chords(at_most: Points, at_least: Points) -> tuple[Points, NDArray[np.int64]]:
+    """The steepest rises of f to each point of `at_least`, and the places of those points.
+
+    Up to three for each: one in each size alone, and one in both.
+    """
+    over = at_least.sizes[:, None] - at_most.sizes[None]
+    risen = at_least.num_bytes[:, None] - at_most.num_bytes[None]
+    largest = np.maximum(at_least.sizes, 1.0)[:, None]
+    chosen = set()
+    for counted in ((True, False), (False, True), (True, True)):
+        matches = ((over > 0) == counted).all(axis=2) & (risen > 0)
+        steepness = np.where(matches, risen / np.where(over > 0, over / largest, 0.0).max(axis=2, initial=1e-9), 0.0)
+        begins = steepness.argmax(axis=1) if steepness.size else np.zeros(0, dtype=int)
+        chosen |= {(int(end), int(begins[end])) for end in range(len(begins)) if steepness[end, begins[end]] > 0}
+    ends, begins = np.array(sorted(chosen), dtype=int).reshape(-1, 2).T
+    return Points(sizes=over[ends, begins], num_bytes=risen[ends, begins]), ends

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splittune.search.models.envelope import Envelope, Points, begins_above
+
+
+def at(*rows: tuple[float, float, float]) -> Points:
+    return Points.of(list(rows))
+
+
+def sizes(*rows: tuple[float, float]) -> np.ndarray:
+    return np.array(rows, dtype=float)
+
+
+def test_the_worked_example() -> None:
+    """2 at rest, 5 at a share of 1 and 8 at 10: at most 14 at 20, at least 11.3."""
+    points = at((1, 0, 5), (10, 0, 8))
+    envelope = Envelope.through(points, points, rest=2.0)
+    assert envelope.most(sizes((20, 0)))[0] == pytest.approx(14)
+    assert envelope.least(sizes((20, 0)))[0] == pytest.approx(8 + 10 / 3)
+    assert envelope.slopes == pytest.approx((1 / 3, 0.6))
+
+
+@given(data=st.data())
+def test_the_highest_of_any_lines_lies_within_the_envelope(data: st.DataObject) -> None:
+    """Whatever lines there are that begin no lower than what rests, and whatever sizes were seen."""
+    rest = data.draw(st.integers(0, 50))
+    number = st.integers(0, 100)
+    lines = data.draw(st.lists(st.tuples(number, number, number), min_size=1, max_size=4))
+    # outputs are alive together with the activations: the line that rises most in one size does in the other
+    omega = max(line[2] for line in lines)
+    beta = max(line[1] for line in lines)
+    lines = [*lines, (0, beta, omega)]
+
+    def peak(share: float, size: float) -> float:
+        return max(rest + 1 + f + b * share + o * size for f, b, o in lines)
+
+    share = st.integers(0, 20)
+    pairs = [(s, s + more) for s, more in data.draw(st.lists(st.tuples(share, share), min_size=1, max_size=6))]
+    asked = [(s, s + more) for s, more in data.draw(st.lists(st.tuples(share, share), min_size=1, max_size=6))]
+    seen = at(*((s, m, peak(s, m)) for s, m in pairs))
+    envelope = Envelope.through(seen, seen, rest=float(rest), slopes=(0.0, float(beta)))
+    truth = np.array([peak(*one) for one in asked])
+    assert (envelope.least(sizes(*asked)) <= truth * (1 + 1e-6) + 1e-6).all()
+    if any(m for _, m in pairs) or not omega:
+        assert (envelope.most(sizes(*asked)) >= truth * (1 - 1e-6) - 1e-6).all()
+
+
+def test_a_failure_bounds_from_below_what_comes_close_to_it() -> None:
+    """8 samples needed more than 40 bytes, and a sample takes at most 5: 7 need more than 35."""
+    envelope = Envelope.through(at((2, 0, 10)), at((2, 0, 10), (8, 0, 40)), rest=0.0)
+    assert envelope.slopes[1] == pytest.approx(5)
+    assert envelope.least(sizes((7, 0)))[0] == pytest.approx(35)
+
+
+def test_a_peak_that_a_larger_size_did_not_raise_is_flat() -> None:
+    """The same bytes at the largest size and at a smaller one; of one size alone nobody knows."""
+    for rows, is_flat in (
+        (((1, 0, 5), (10, 0, 5)), True),
+        (((1, 0, 5), (10, 0, 8)), False),
+        (((1, 0, 5),), False),
+    ):
+        assert Envelope.through(at(*rows), at(*rows), rest=2.0).is_flat == is_flat
+
+
+def test_a_convex_peak_began_no_lower_than_its_line() -> None:
+    """1,020 with 4 samples and 1,040 with 8 were no less than 1,000 without; points off the ray tell nothing."""
+    points = at((4, 0, 1020), (8, 0, 1040))
+    assert begins_above(999.0, points, points)
+    assert not begins_above(1001.0, points, points)
+    off = at((4, 8, 1020), (8, 9, 1040))
+    assert not begins_above(0.0, off, off)
