@@ -147,6 +147,8 @@ def put_together(
 
     The first rank that did not get through its share decides what became of the step, then the first that kept too
     little. Worked: ranks 1 and 3 ran out of memory: the step did, and its message is rank 1's, about device 1.
+
+    A rank whose card does not tell how long it worked, worked for as long as its micro-step took: that was by itself.
     """
     for device, run in enumerate(each):
         if run.throughput is None:
@@ -156,9 +158,7 @@ def put_together(
         timed(split, each),
         outcome=Outcome.OK if lacking is None else Outcome.NO_HEADROOM,
         memory=tuple(replace(run.memory[0], device=device) for device, run in enumerate(each)),
-        device_busy_s=tuple(run.device_busy_s[0] if run.device_busy_s else 0.0 for run in each)
-        if any(run.device_busy_s for run in each)
-        else None,
+        device_busy_s=tuple((run.device_busy_s or (run.micro_step_time_s or 0.0,))[0] for run in each),
         message="" if lacking is None else _named(each[lacking].message, lacking),
     )
 
