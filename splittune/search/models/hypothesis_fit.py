@@ -87,15 +87,22 @@ class _Fit:
         return weighed
 
     def _of_busy_times(self, busy_s: FloatArray, gpu0_per_sample_s: float = 0.0) -> list[Weighed]:
-        def of(curves: tuple[Curve, ...], log_prior: float = 0.0) -> Weighed:
-            return self._weighed(self._with_costs(curves, gpu0_per_sample_s), log_prior)
+        def of(curves: tuple[Curve, ...], log_prior: float = 0.0) -> list[Weighed]:
+            """What devices cost besides may grow with their samples, or not: few trials fit both."""
+            linked = self._with_costs(curves, gpu0_per_sample_s)
+            if not any(linked.costs.per_gathered_sample_s):
+                return [self._weighed(linked, log_prior)]
+            unlinked = self._with_costs(curves, gpu0_per_sample_s, with_links=False)
+            return [self._weighed(linked, log_prior), self._weighed(unlinked, log_prior)]
 
         plain = self._curves_of_busy_devices(busy_s, tile=1)
-        weighed = [of(plain)]
+        weighed = of(plain)
         if all(curve.is_well_known(self.trials.noise) for curve in plain):
             return weighed
         tiled = [self._curves_of_busy_devices(busy_s, tile) for tile in self._tiles()]
-        return weighed + [of(curves, -TILE_PENALTY) for curves in tiled if any(curve.tile > 1 for curve in curves)]
+        return weighed + [
+            one for curves in tiled if any(curve.tile > 1 for curve in curves) for one in of(curves, -TILE_PENALTY)
+        ]
 
     def _gpu0_per_sample_s(self) -> float:
         """Seconds that GPU 0 works for each sample of the micro-batch, by the lines of its kind.
@@ -279,13 +286,16 @@ class _Fit:
             equal = (shards[:, one] == shards[:, other]) & (busy_s[:, one] > 0) & (busy_s[:, other] > 0)
             if totals[one] != totals[other] or not equal.any():
                 return False
-            return float(np.median(np.abs(np.log(busy_s[equal, one] / busy_s[equal, other])))) < tolerance
+            ratios, shares = np.log(busy_s[equal, one] / busy_s[equal, other]), shards[equal, one]
+            return all(abs(np.median(ratios[shares == share])) < tolerance for share in np.unique(shares))
 
         return grouped(range(self.trials.num_devices), are_alike)
 
     # --- costs -----------------------------------------------------------------------------------
 
-    def _with_costs(self, curves: tuple[Curve, ...], gpu0_per_sample_s: float = 0.0) -> Hypothesis:
+    def _with_costs(
+        self, curves: tuple[Curve, ...], gpu0_per_sample_s: float = 0.0, *, with_links: bool = True
+    ) -> Hypothesis:
         """The hypothesis of these curves: its costs; the host's seconds if they explain much."""
         trials, active = self.trials, self.trials.counts.active_devices
         most_s = float((trials.micro_step_s / active).min())
@@ -296,20 +306,21 @@ class _Fit:
             tells_busy=trials.tells_busy,
         )
         _, slowest_s = plain.slowest(trials.shards)
-        costs, error = self._costs_beside(slowest_s)
+        costs, error = self._costs_beside(slowest_s, with_links)
         best = replace(plain, costs=costs)
         if not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
             return best
         least = HOST_GAIN * error
         for share in HOST_SHARES:
-            costs, error = self._costs_beside(np.maximum(slowest_s, share * most_s * active))
+            costs, error = self._costs_beside(np.maximum(slowest_s, share * most_s * active), with_links)
             if error < least:
                 best, least = replace(plain, costs=costs, host_s_per_device=share * most_s), error
         return best
 
-    def _costs_beside(self, slowest_s: FloatArray) -> tuple[StepCosts, float]:
+    def _costs_beside(self, slowest_s: FloatArray, with_links: bool) -> tuple[StepCosts, float]:
         """Costs beside the slowest devices' seconds, and the squared relative error left."""
-        trials, step_s, links = self.trials, np.exp(self.trials.log_step_s), self._kinds_of_link()
+        trials, step_s = self.trials, np.exp(self.trials.log_step_s)
+        links = self._kinds_of_link() if with_links else np.zeros((1, trials.num_devices))
         matrix = np.column_stack([trials.counts.matrix, trials.counts.samples @ links.T])
         rows = matrix / step_s[:, None]
         costs, _ = nnls(rows, np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from splittune.search.arrays import FloatArray
 from splittune.search.judged_trials import JudgedTrial
@@ -31,6 +32,9 @@ JITTER = 1e-8
 MAX_HYPOTHESES = 4
 # If they are believed this much beside the likeliest. A choice.
 WORTH_BELIEVING = 0.15
+# A device whose own largest share takes up to this part longer than a single sample has told nothing of its
+# speed. A choice, five times the tolerance of busy times that count as equal.
+LEAST_GROWTH = 0.1
 # A share that takes no longer than the slowest device's at this ratio of speeds is taken not to
 # matter. A choice.
 LARGEST_RATIO = 3.0
@@ -148,8 +152,30 @@ class TimeModel:
             told.log_s[i] = told.optimistic_log_s[i] = np.log(hypothesis.step_s(counts, slowest_s))
             optimistic_s = hypothesis.optimistic_step_s(counts.where(unseen), slowest_s[unseen])
             told.optimistic_log_s[i, unseen] = np.log(optimistic_s)
-            told.doubt[i] = hypothesis.of_slowest(shards, which, Curve.doubt)
+            told.doubt[i] = np.maximum(
+                hypothesis.of_slowest(shards, which, Curve.doubt), self._doubt_of_kind(hypothesis, shards, which)
+            )
         return told
+
+    def _doubt_of_kind(self, hypothesis: Hypothesis, shards: FloatArray, which: NDArray[np.int64]) -> FloatArray:
+        """(N,) doubt whether the slowest device is of the kind whose curve it shares; 0 where its own times told.
+
+        Devices that are not of one speed take as long for shares so small that launches take longest. If
+        a device had no others, it takes at a larger share x something between what it took at its own
+        largest share s and what its kind takes: half of ``log(t(x) / t(s))`` either way. Worked: a kind
+        takes 2 ms for 1 to 2 samples, and 8 ms for 13; a device that had 2 takes 4 ms for 13, by a factor
+        of 2 more or less.
+        """
+        if not self.tells_busy:
+            return np.zeros(len(shards))
+        own = np.maximum(np.where(self._trials.busy_s > 0, self._trials.shards, 0.0).max(axis=0), 1.0)
+        doubt = np.zeros(len(shards))
+        for device, curve in enumerate(hypothesis.curves):
+            least_s, own_s = curve(np.array([1.0, own[device]]))
+            rows = (which == device) & (shards[:, device] > own[device])
+            if rows.any() and own_s < (1 + LEAST_GROWTH) * least_s:
+                doubt[rows] = np.abs(np.log(curve(shards[rows, device]) / own_s)) / 2
+        return doubt
 
     def _interchangeable_groups(self) -> list[tuple[int, ...]]:
         """Devices beside GPU 0 that no prediction tells apart: all, or those of one memory."""
@@ -166,7 +192,7 @@ class _Evaluation:
     optimistic_log_s: FloatArray
     """`log_s`, but better where no trial had as many devices."""
     doubt: FloatArray
-    """Relative standard deviation of the slowest device's curve."""
+    """Relative standard deviation of the slowest device's curve, and of whether it is its own."""
 
 
 def _features(shards: FloatArray, groups: Sequence[Sequence[int]]) -> FloatArray:
