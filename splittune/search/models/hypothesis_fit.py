@@ -26,7 +26,7 @@ TILE_PENALTY = 2.0
 # Without busy times: how many samples of one kind of device take as long as one of another. There is
 # a hypothesis for each ratio. A choice, evenly spaced in logarithms: the fastest cards in use have
 # some nine times the speed of the slowest.
-SPEED_RATIOS = tuple(np.geomspace(1 / 9, 9, 13))
+SPEED_RATIOS = tuple(np.geomspace(1 / 19, 19, 17))
 # About the likeliest ratio one more on both sides, at half of the spacing, and then at a quarter.
 FINER_RATIOS = (3 ** (1 / 6), 3 ** (1 / 12))
 # Within the last of these it is then sought with so many tries. A choice: a thousandth is left.

@@ -20,6 +20,8 @@ from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTria
 # Relative standard deviation of the residuals before trials say more. A choice. Larger, and splits
 # far from the trials stay in doubt for longer.
 PRIOR_SIGNAL_STD = 0.02
+# The same where busy times are unknown, and more of a step must be guessed. A choice.
+BLIND_SIGNAL_STD = 0.04
 # The same where devices of unlike memory may differ in speed, and without busy times nobody knows
 # by how much. A choice.
 UNLIKE_SIGNAL_STD = 0.1
@@ -80,7 +82,8 @@ class TimeModel:
         self._weights = np.array([hypothesis.weight for hypothesis in self._hypotheses])
         self._residuals = self._trials.log_step_s - self._evaluate(self._trials.steps, self._trials.shards).log_s
         self._groups = self._interchangeable_groups()
-        prior = PRIOR_SIGNAL_STD if len(self._groups) < 2 else UNLIKE_SIGNAL_STD
+        prior = PRIOR_SIGNAL_STD if self.tells_busy else BLIND_SIGNAL_STD
+        prior = prior if len(self._groups) < 2 else UNLIKE_SIGNAL_STD
         self._signal_std = max(prior, self.residual_rms)
         self._points = _features(self._trials.shards, self._groups)
         covariance = self._signal_std**2 * _rbf_kernel(self._points, self._points)

@@ -42,7 +42,7 @@ MAX_KINDS = 8
 
 # A kind is by itself where its shares are this many times those of the others. A choice, above the ratio of
 # speeds of most devices that are used together.
-TIMES_OTHERS = 4
+TIMES_OTHERS = 3
 # Devices that took as long alone, up to this part, are of one kind. A choice, above the noise of most
 # clocks. Larger, and slower devices hide among faster ones; smaller, and each device is learned alone.
 ALIKE = 0.04
@@ -216,7 +216,7 @@ def kinds_of(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...
         return kinds
     alone: dict[int, dict[int, float]] = {kind: {} for kind in kinds}
     for trial in trials:
-        kind, step_s = kind_alone(trial.split, kinds), trial.measurement.step_time_s
+        kind, step_s = kind_alone(trial.split.shard_sizes, kinds), trial.measurement.step_time_s
         if kind is not None and step_s is not None:
             alone[kind][max(trial.split.shard_sizes)] = step_s / trial.split.accumulation_steps
 
@@ -228,8 +228,8 @@ def kinds_of(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...
     return tuple(number[kind] for kind in kinds)
 
 
-def kind_alone(split: BatchSplit, kinds: Sequence[int]) -> int | None:
+def kind_alone(shards: Sequence[int], kinds: Sequence[int]) -> int | None:
     """The only kind with shares that count; None where several had."""
-    least = max(split.shard_sizes) / TIMES_OTHERS
-    took_part = {kind for kind, shard in zip(kinds, split.shard_sizes, strict=True) if shard > least}
+    least = max(shards) / TIMES_OTHERS
+    took_part = {kind for kind, shard in zip(kinds, shards, strict=True) if shard > least}
     return took_part.pop() if len(took_part) == 1 else None

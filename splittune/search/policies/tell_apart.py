@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from splittune.search.candidates.table import micro_batches
-from splittune.search.policies.base import TIMES_OTHERS, Proposal, SearchState, kind_alone, separable_kinds
+from splittune.search.policies.base import ALIKE, TIMES_OTHERS, Proposal, SearchState, kind_alone, separable_kinds
 from splittune.split import BatchSplit, SplitSpace, even_shards
+
+# Kinds that took as long alone are measured again once even splits hold so many times as large shares. A choice:
+# launches may have taken longest before. Smaller: more trials where devices are alike.
+MUCH_LARGER = 8
+# How likely a device that had no share yet must keep its headroom with one sample. A choice: even odds.
+LEAST_CHANCE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class TellApart:
-    """Each kind of device by itself, at the share that it had in the largest even split that fits.
+    """Each kind of device by itself, all at the least share of the largest even split that fits.
 
     A step takes as long as its slowest device, so without busy times splits over all devices show
     one kind alone, and shares cannot be balanced. Kinds are as `separable_kinds` tells them. Example: 3
-    devices that fit 8 samples each are measured with 8 on the first, on the second, and on the third.
-    Devices that must have a share get the least.
+    devices that fit 8, 9 and 9 samples are measured with 8 on the first, on the second, and on the third;
+    where all took as long, once more when 64 fit. Devices that must have a share get the least.
     """
 
     def propose(self, state: SearchState) -> Proposal | None:
@@ -27,40 +35,66 @@ class TellApart:
             return None
         if kinds is None or len(set(kinds)) == 1:
             return None
-        known = {kind_alone(trial.split, kinds) for trial in state.trials if trial.ran}
-        for kind in sorted(set(kinds) - known):
-            devices = [i for i, other in enumerate(kinds) if other == kind]
-            share = max(min(trial.split.shard_sizes[i] for i in devices) for trial in state.trials if trial.fits)
-            enough = share >= max(1, TIMES_OTHERS * space.min_shard_size)
-            split = self._alone(space, devices, share) if enough else None
-            if split is None or split not in space:
-                continue
-            if any(trial.split == split or trial.rules_out(split) for trial in state.trials):
+        least = max(1, TIMES_OTHERS * space.min_shard_size)
+        share = max(least, *(min(trial.split.shard_sizes) for trial in state.trials if trial.fits))
+        for kind in sorted(set(kinds) - self._told(state, kinds, share)):
+            split = self._alone(space, kinds, kind, share)
+            if split is None or split not in space or not self._may_run(state, split):
                 continue
             names = ", ".join(f"GPU {device}" for device, other in enumerate(kinds) if other == kind)
             return Proposal(split=split, kind="tell apart", reason=f"{names} alone: how fast is that kind?")
         return None
 
     @staticmethod
-    def _alone(space: SplitSpace, devices: list[int], share: int) -> BatchSplit | None:
-        """`devices` with up to `share` samples each, the others with the least; None without such a micro-batch."""
-        shards = np.full(space.num_devices, space.min_shard_size)
-        shards[devices] = 0
-        rest = int(shards.sum())
-        fitting = [(k, m) for k, m in micro_batches(space) if m <= share * len(devices) + rest]
-        if not fitting:
-            return None
-        steps, size = fitting[0]
-        shards[devices] = even_shards(size - rest, len(devices))
-        if shards.min() < space.min_shard_size:
-            return None
-        if space.shares == "gpu0":  # where extra samples have their places
-            return BatchSplit.with_gpu0(
-                global_batch_size=space.global_batch_size,
-                accumulation_steps=steps,
-                num_devices=space.num_devices,
-                gpu0_bsz=int(shards[0]),
+    def _told(state: SearchState, kinds: Sequence[int], share: int) -> set[int]:
+        """The kinds whose speed is known; where all took as long at a share, those that had one not much smaller."""
+        alone: dict[int, dict[int, float]] = defaultdict(dict)  # by share and kind
+        for trial in state.trials:
+            kind, step_s = kind_alone(trial.split.shard_sizes, kinds), trial.measurement.step_time_s
+            if kind is not None and step_s is not None:
+                alone[max(trial.split.shard_sizes)][kind] = step_s / trial.split.accumulation_steps
+        told = {kind for times_s in alone.values() for kind in times_s}
+        whole = [times_s.values() for times_s in alone.values() if len(times_s) == len(set(kinds))]
+        if not whole or any(max(times_s) > (1 + ALIKE) * min(times_s) for times_s in whole):
+            return told
+        return {kind for size, times_s in alone.items() if MUCH_LARGER * size > share for kind in times_s}
+
+    @staticmethod
+    def _may_run(state: SearchState, split: BatchSplit) -> bool:
+        """Whether it is open and, where it asks more of a device than any split that fits did, likely fits."""
+        if any(trial.split == split or trial.rules_out(split) for trial in state.trials):
+            return False
+        largest = np.max([trial.split.shard_sizes for trial in state.trials if trial.fits], axis=0)
+        shards = np.array([split.shard_sizes], dtype=float)
+        if (shards <= largest).all():
+            return True
+        needed = state.memory.needed(np.array([float(split.accumulation_steps)]), shards)
+        return bool(needed.chance_below(state.limits)[0] >= LEAST_CHANCE)
+
+    @staticmethod
+    def _alone(space: SplitSpace, kinds: Sequence[int], kind: int, share: int) -> BatchSplit | None:
+        """The devices of `kind` with some `share` samples each, the others with the least; None where none is alone.
+
+        Up to `share` where such a micro-batch is legal, else as little more as is.
+        """
+        least, devices = space.min_shard_size, np.flatnonzero(np.array(kinds) == kind)
+        rest = least * (space.num_devices - len(devices))
+        most = share * len(devices) + rest
+        for steps, size in sorted(micro_batches(space), key=lambda pair: (pair[1] > most, abs(pair[1] - most))):
+            if size < least * space.num_devices:
+                continue
+            shards = np.full(space.num_devices, least)
+            shards[devices] = even_shards(size - rest, len(devices))
+            if kind_alone(shards.tolist(), kinds) != kind:
+                continue
+            if space.shares == "gpu0":  # where extra samples have their places
+                return BatchSplit.with_gpu0(
+                    global_batch_size=space.global_batch_size,
+                    accumulation_steps=steps,
+                    num_devices=space.num_devices,
+                    gpu0_bsz=int(shards[0]),
+                )
+            return BatchSplit(
+                global_batch_size=space.global_batch_size, accumulation_steps=steps, shard_sizes=tuple(shards.tolist())
             )
-        return BatchSplit(
-            global_batch_size=space.global_batch_size, accumulation_steps=steps, shard_sizes=tuple(shards.tolist())
-        )
+        return None
