@@ -24,6 +24,9 @@ from splittune.split import BatchSplit
 # Slopes of two devices agree to this part: a sample makes the same tensors on each, but kernels take
 # other workspaces. A choice. Larger, and what one device taught bounds others less.
 SLOPE_TOLERANCE = 0.02
+# What is foretold is that much above what peaks most likely are: limits within it are partly kept. It is what readings
+# and the line through them may be off, `REPEATABILITY` each.
+SLACK = 2 * REPEATABILITY
 # Before a prediction was tested, growth that no trial has shown counts this much more. A choice: what
 # algorithms take besides tensors is seen when they run. Larger: more trials on the way to large sizes.
 FIRST_MARGIN = 0.25
@@ -84,7 +87,9 @@ class Interval:
         """
         unknown, left = np.maximum(self.foretold - self.sure, 1.0), np.maximum(limits - self.sure, 1e-3)
         parts = np.log(np.maximum(unknown / left, 1.0)) / -np.log(np.clip(self.least_part, 1e-9, 0.999))
-        within = np.where(limits >= self.foretold, 1.0, self.trust * np.clip(1 - parts, 0.0, 1.0))
+        within = self.trust * np.clip(1 - parts, 0.0, 1.0)
+        nearly = np.clip(1 - (self.foretold - limits) / np.maximum(SLACK * self.foretold, 1.0), 0.0, 1.0)
+        within += (1 - within) * nearly
         within = np.where(limits < self.least, 0.0, within)
         beyond = np.clip((limits - self.foretold) / np.maximum(self.most - self.foretold, 1.0), 0.0, 1.0)
         chances = (1 - self.surprise) * within + self.surprise * beyond

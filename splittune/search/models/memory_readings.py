@@ -209,9 +209,11 @@ class MemoryReadings:
         ] or [(1, 0)]
         quanta = [min(excess, QUANTUM_BYTES) for _, excess in pairs]
         ratios = [max(0, excess - QUANTUM_BYTES) / allocated for allocated, excess in pairs]
+        allocated = [num_bytes for num_bytes, _ in pairs]
+        # as far below the smallest ratio seen as the largest is above it; of a single size nothing tells
+        least = 2 * min(ratios) - max(ratios) if max(allocated) > (1 + PEAK_TOLERANCE) * min(allocated) else 0.0
         return AllocatorOverhead(
-            # as far below the smallest ratio seen as the largest is above it
-            least=Overhead(0, max(0.0, 2 * min(ratios) - max(ratios))),
+            least=Overhead(0, max(0.0, least)),
             most=Overhead(max(quanta), max(ratios)),
             after_flush=Overhead(min(quanta), max(ratios)),
         )

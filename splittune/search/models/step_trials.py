@@ -71,6 +71,11 @@ class StepTrials:
         return np.array([_micro_step_s(run) for run in self.runs])
 
     @property
+    def tells_micro_steps(self) -> FloatArray:
+        """(R,) 1 where a micro-step was timed by itself, 0 where whole steps alone were."""
+        return np.array([float(run.micro_step_time_s is not None) for run in self.runs])
+
+    @property
     def totals(self) -> list[int]:
         """Each device's total memory in bytes; 0 where unknown."""
         return list(totals_of(self.runs[0]))

@@ -47,6 +47,12 @@ TIMES_OTHERS = 3
 # clocks. Larger, and slower devices hide among faster ones; smaller, and each device is learned alone.
 ALIKE = 0.04
 
+# Splits that were as fast as the best up to this part have their neighbours among the candidates, too. A choice: the
+# regret that a search aims at.
+AS_FAST = 0.01
+# Of so many of them. A choice that saves time.
+MOST_NEAR = 4
+
 ProposalKind = Literal[
     "start",
     "smallest left",
@@ -124,6 +130,12 @@ class SearchState:
         return any(trial.fits for trial in self.trials)
 
     @cached_property
+    def num_ooms(self) -> int:
+        """How many trials ran out of memory once one had run."""
+        first = next((place for place, trial in enumerate(self.trials) if trial.ran), len(self.trials))
+        return sum(trial.lacks_memory and not trial.ran for trial in self.trials[first:])
+
+    @cached_property
     def limits(self) -> FloatArray:
         """(n,) the bytes that each device may hold and keep its headroom."""
         return np.asarray(self.memory.budget_bytes - self.demands)
@@ -154,12 +166,18 @@ class SearchState:
         table = self.tables.listed
         if not self.tables.is_complete:
             balanced = candidates(self.space, self.time.likely_hypotheses, self.memory, self.limits, failures)
-            best = best_trial(self.trials)
-            near = [neighbours(best.split, self.space.min_shard_size)] if best else []
+            near = [neighbours(split, self.space.min_shard_size) for split in self._as_fast_as_best()]
             table = concatenate(self.tables.evens, balanced, *near)
         measured = table.is_any_of([trial.split for trial in self.trials])
         table = table.where(open_rows(table, failures) & ~measured)
         return self._scores_of(table) if len(table) else None
+
+    def _as_fast_as_best(self) -> list[BatchSplit]:
+        """The splits that fit and were as fast as the best of them, up to `AS_FAST`; fastest first, `MOST_NEAR` at most."""
+        best = best_trial(self.trials)
+        least = best.throughput * (1 - AS_FAST) if best else 0.0
+        fast = [trial for trial in self.trials if trial.fits and trial.throughput >= least]
+        return [trial.split for trial in sorted(fast, key=lambda trial: -trial.throughput)[:MOST_NEAR]]
 
     def _scores_of(self, table: SplitTable) -> CandidateScores:
         times = self.time.predict(table.steps, table.shards)

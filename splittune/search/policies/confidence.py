@@ -46,8 +46,8 @@ class UpperConfidenceBound:
         runs = np.where(scores.cannot_oom, 1.0, scores.needed.chance_below(state.memory.budget_bytes))
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
         gain = scores.optimistic_gain(self.deviations * state.doubt)
-        price = self.oom_price if state.memory.knows_rest else self.blind_oom_price
-        worth = gain * np.cbrt(fits) * runs - price * (1 - runs)
+        price = self.oom_price * max(1, state.num_ooms) if state.memory.knows_rest else self.blind_oom_price
+        worth = gain * np.cbrt(fits / np.maximum(runs, 1e-9)) * runs - price * (1 - runs)
         worth = np.where(state.is_grown_slowly(scores.table), worth, -np.inf)
         if state.doubt > MOST_DOUBT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)
