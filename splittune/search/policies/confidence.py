@@ -43,8 +43,8 @@ class UpperConfidenceBound:
         scores = state.scores
         if scores is None or not state.any_fits:
             return None
-        chances = scores.needed.chance_below(state.memory.budget_bytes) * state.distance_to_ooms(scores.table)
-        runs = np.where(scores.cannot_oom, 1.0, chances)
+        likely = scores.needed.chance_below(state.memory.budget_bytes) * state.distance_to_ooms(scores.table)
+        runs = np.where(scores.cannot_oom, 1.0, likely)
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
         gain = scores.optimistic_gain(self.deviations * state.doubt)
         price = self.oom_price * max(1, state.num_ooms) if state.memory.knows_rest else self.blind_oom_price
