@@ -25,7 +25,7 @@ TILES = (2, 4, 8, 16, 32)
 TILE_PENALTY = 2.0
 # Without busy times: how many samples of one kind of device take as long as one of another. There is
 # a hypothesis for each ratio. A choice, evenly spaced in logarithms: the fastest cards in use have
-# some nine times the speed of the slowest.
+# some ten times the speed of the slowest, and the ratios go to twice that.
 SPEED_RATIOS = tuple(np.geomspace(1 / 19, 19, 17))
 # About the likeliest ratio one more on both sides, at half of the spacing, and then at a quarter.
 FINER_RATIOS = (3 ** (1 / 6), 3 ** (1 / 12))
@@ -91,7 +91,7 @@ class _Fit:
 
     def _of_busy_times(self, busy_s: FloatArray, gpu0_per_sample_s: float = 0.0) -> list[Weighed]:
         def of(curves: tuple[Curve, ...], log_prior: float = 0.0) -> list[Weighed]:
-            """What devices cost besides may grow with their samples, or not: few trials fit both."""
+            """What further devices cost may grow with their samples or not: of few trials both are as likely."""
             linked = self._with_costs(curves, gpu0_per_sample_s)
             if not any(linked.costs.per_gathered_sample_s):
                 return [self._weighed(linked, log_prior)]

@@ -79,9 +79,10 @@ class Interval:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.
 
         The logarithm of what is not known is even between `least_part` of the most that it can be and all
-        of it; `surprise` goes beyond, evenly up to `most`. Such chances were too low above a half and too high
-        below it: the smooth step ``3 c^2 - 2 c^3`` of them was right while this model was made, where of
-        splits said to run with some 65, 75, 85 and 95 % 60, 83, 93 and 100 % did. Worked: 2 GiB that surely
+        of it; from `SLACK` below the most it rises to 1; `surprise` goes beyond, evenly up to `most`. Such
+        chances were too low above a half and too high below it: the smooth step ``3 c^2 - 2 c^3`` of them was
+        right while this model was made, where of splits said to run with some 65, 75, 85 and 95 % 60, 83, 93
+        and 100 % did. Worked: 2 GiB that surely
         grow and up to 32 more, within a limit of 10, with a margin up to 42 GiB, give ``c = 0.8 (1 - log(32 / 8)
         / log(32)) = 0.48``, and 0.47.
         """

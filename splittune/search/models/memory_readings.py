@@ -257,19 +257,13 @@ class MemoryReadings:
         return self._held[key]
 
     def _held_beside(self, device: int, other: int) -> float:
-        """How many times what `other` held `device` held at most at equal shares; at least 1.
-
-        If the two never ran the same shard size, they are linked only through a third device: then
-        `PEAK_TOLERANCE` is allowed.
-        """
-        if device == other:
-            return 1.0
+        """How many times what `other`, which is `alike`, held `device` held at most at equal shares; at least 1."""
         pairs = [
             (run.memory[device].peak_reserved_bytes, run.memory[other].peak_reserved_bytes)
             for run in self.runs
             if run.split.shard_sizes[device] == run.split.shard_sizes[other] > 0
         ]
-        return max([1.0, *(own / max(1, beside) for own, beside in pairs)]) if pairs else 1 + PEAK_TOLERANCE
+        return max([1.0, *(own / max(1, beside) for own, beside in pairs)])
 
 
 def size_of(device: int, split: BatchSplit) -> Size:

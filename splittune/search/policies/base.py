@@ -40,8 +40,9 @@ MOST_DOUBT = 3.0
 # the default number of trials of a search: the rest is left for the splits themselves.
 MAX_KINDS = 8
 
-# A kind is by itself where its shares are this many times those of the others. A choice, above the ratio of
-# speeds of most devices that are used together.
+# A kind is by itself where its shares are more than this many times those of the others. A choice: most slower
+# devices that are used with it then take no longer. Larger: few batches allow it where every device must have
+# several samples.
 TIMES_OTHERS = 3
 # Devices that took as long alone, up to this part, are of one kind. A choice, above the noise of most
 # clocks. Larger, and slower devices hide among faster ones; smaller, and each device is learned alone.

@@ -21,17 +21,18 @@ class UpperConfidenceBound:
     further away (`Calibration`), and while they were off by more than `MOST_DOUBT`, splits that surely
     fit are measured whatever they promise: a search does not end on models that were wrong just now.
 
-    The gain counts by the cube root of how likely the split keeps its headroom, since a trial that ran
-    tells how much it lacks.
+    A trial that runs and lacks headroom still tells how much: the gain counts by the cube root of the chance
+    that a split which runs keeps it. What ran out of memory is far from what is risked next
+    (`SearchState.distance_to_ooms`), and each such trial costs as much more as there were.
     """
 
     min_gain: float = 0.01
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
     oom_price: float = 0.1
-    """What a trial that runs out of memory costs, in logarithms of time. A choice: nobody minds one on the way to a
-    throughput that is a tenth higher. Larger: fewer risks, and more searches that end far behind a split they did
-    not dare."""
+    """What the first trial that runs out of memory costs, in logarithms of time, a third three times as much. A
+    choice: nobody minds one on the way to a throughput that is a tenth higher. Larger: fewer risks, and more
+    searches that end far behind a split they did not dare."""
     blind_oom_price: float = 0.05
     """The price where trials do not tell what is held at rest: running out of memory is then the only way to
     learn what fits. A choice."""

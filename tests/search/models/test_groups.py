@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from splittune.search.models.groups import grouped
 
 
-def test_a_device_joins_the_first_group_whose_first_member_it_is_like() -> None:
-    """3, 4 and 5 differ by 1 each: 4 is like 3 and joins it, 5 is not like 3 and stays apart."""
-    assert grouped([3, 4, 5], lambda one, other: abs(one - other) <= 1) == [(3, 4), (5,)]
+def test_a_device_joins_the_first_group_all_of_whose_members_it_is_like() -> None:
+    """4 is like 3 and joins it; 2 is like 3, but not like 4, and stays apart."""
+    assert grouped([3, 4, 2], lambda one, other: abs(one - other) <= 1) == [(3, 4), (2,)]
 
 
 @given(devices=st.lists(st.integers(0, 20), unique=True), modulus=st.integers(1, 5))

@@ -195,15 +195,26 @@ def test_one_that_held_a_little_more_is_proven_a_little_more() -> None:
     assert seen.proven(1, size, True)[0] / MIB == pytest.approx(400 * enough)
 
 
-def test_cards_of_a_kind_by_a_third_differ_by_what_a_kind_may() -> None:
-    """GPU 1 and GPU 3 never had the same share, both agreed with GPU 2: what one held is the
-    other's to 1 %.
+def test_cards_that_never_had_the_same_share_are_not_of_one_kind() -> None:
+    """GPU 1 and GPU 3 both agreed with GPU 2, which is one with the card of the larger share: nothing says that they
+    hold as much.
     """
     together = ran(split(B, 4, 0, 4, 4, 0), 80, 200, 200, 0), ran(split(B, 2, 0, 0, 8, 8), 80, 0, 400, 400)
     seen = peaks(*together, ran(split(B, 2, 4, 0, 0, 12), 80, 0, 0, 600), ran(split(B, 2, 0, 0, 16, 0), 80, 0, 800, 0))
-    assert set(seen.alike(1)) == {1, 2, 3}
+    assert [set(seen.alike(device)) for device in (1, 2, 3)] == [{1}, {2, 3}, {2, 3}]
     proven = [seen.proven(device, np.array([[12.0, 0.0]]), True)[0] / MIB for device in (1, 2, 3)]
-    assert proven == pytest.approx([one * (1 + REPEATABILITY) for one in (606, 600, 600)])
+    assert proven == pytest.approx([np.inf, 600 * (1 + REPEATABILITY), 600 * (1 + REPEATABILITY)])
+
+
+def test_excess_of_a_single_size_tells_nothing_of_smaller_ones() -> None:
+    """Blocks that workspaces left behind may be gone at the next size; of two sizes the smaller ratio counts."""
+    one = memory(0, 100, peak_reserved_bytes=150), memory(1, 100, peak_reserved_bytes=150)
+    live = np.array([400.0 * MIB])
+    assert peaks(ran(even(B, 4, 2), *one)).allocator_overhead(range(2)).least(live)[0] == 0
+    two = memory(0, 200, peak_reserved_bytes=300), memory(1, 200, peak_reserved_bytes=300)
+    both = peaks(ran(even(B, 4, 2), *one), ran(even(B, 2, 2), *two)).allocator_overhead(range(2))
+    ratios = 0.5 - QUANTUM_BYTES / MIB / np.array([100, 200])
+    assert both.least(live)[0] == pytest.approx((2 * ratios.min() - ratios.max()) * live[0])
 
 
 def test_nothing_is_alike_before_anything_ran() -> None:

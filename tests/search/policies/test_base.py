@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from splittune.search.candidates.table import SplitTable
 from splittune.search.policies.base import MAX_GROWTH
 from tests.search.policies.story import best_of, search, state_after
 from tests.search.problem import CardTime, Job, card_memory, even, job, split
@@ -113,3 +114,26 @@ def test_what_was_measured_is_no_candidate() -> None:
     assert state.scores is not None
     assert state.scores.table.splits() == [even(4, 1, 1)]
     assert state_after(problem, [even(4, 4, 1), even(4, 2, 1), even(4, 1, 1)]).scores is None
+
+
+def test_a_share_a_little_below_one_that_ran_out_of_memory_is_near_it() -> None:
+    """80 samples ran out on GPU 1: 76 are a quarter of `NEAR` below it, 40 are far. Where nobody knows which card it
+    was, any that has less now may have been it."""
+    full = [card_memory(is_first=True), card_memory(sample=10, total=700)]
+    tried = [even(160, 80, 2), split(160, 1, 80, 80)]
+    wanted = [split(160, 1, 84, 76), split(160, 1, 120, 40), split(160, 1, 76, 84)]
+    for oom, expected in (("named", [0.25, 1.0, 0.0]), ("silent", [0.25, 1.0, 0.25])):
+        state = state_after(replace(job(full, B=160, shares="each"), oom=oom), tried)  # type: ignore[arg-type]
+        assert state.trials[1].oom_devices == ({1} if oom == "named" else set())
+        table = SplitTable(
+            global_batch_size=160, steps=np.ones(3), shards=np.array([one.shard_sizes for one in wanted], dtype=float)
+        )
+        assert state.distance_to_ooms(table) == pytest.approx(expected)
+
+
+def test_each_oom_once_a_trial_ran_is_counted() -> None:
+    """Before one ran they are how a search learns where to go."""
+    problem = job([card_memory(is_first=True, sample=10, total=700), card_memory()], B=160, shares="each")
+    state = state_after(problem, [split(160, 1, 160, 0), even(160, 80, 2), split(160, 1, 80, 80)])
+    assert [trial.ran for trial in state.trials] == [False, True, False]
+    assert state.num_ooms == 1

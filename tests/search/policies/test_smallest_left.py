@@ -7,14 +7,16 @@ from tests.search.problem import card_memory, even, job, linear_job, split
 
 
 def test_when_nothing_fitted_the_smallest_burden_on_the_suspect_comes_next() -> None:
-    """After GPU 0 ran out of memory with one sample, splits that spare it are tried before all else."""
+    """After GPU 0 ran out of memory with one sample, splits that spare it are tried before all else; with one it is
+    trusted again only in a single step, which holds no gradients beside."""
     problem = job([card_memory(is_first=True, sample=150, total=340), card_memory(sample=150)], B=16)
     proposals, trials = search(problem, most=6)
     assert trials[0].oom_devices == {0}
     assert proposals[1].kind == "smallest left"
     assert proposals[1].split == split(16, 16, 0, 1)
     assert trials[1].fits
-    assert all(proposal.split.gpu0_bsz == 0 for proposal in proposals[1:])
+    assert all(proposal.split.gpu0_bsz == 0 for proposal in proposals[1:4])
+    assert all(one.split.gpu0_bsz == 0 or one.split.accumulation_steps == 1 for one in proposals[1:])
 
 
 def test_it_gives_up_when_all_is_ruled_out() -> None:

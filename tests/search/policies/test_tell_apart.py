@@ -55,7 +55,7 @@ def test_a_kind_that_was_alone_is_not_asked_again(shares: str, B: int) -> None:
 
 
 def test_cards_that_must_take_part_get_the_least() -> None:
-    """Where every card has a share at least, the others get that; with shares too small to tell, nothing is asked."""
+    """Where every card has a share at least, the others get that; shares too small to tell are raised until they do."""
     problem = job(2, B=60, tells_busy=False)
     least = replace(problem.space(), min_shard_size=1)
 
@@ -66,7 +66,9 @@ def test_cards_that_must_take_part_get_the_least() -> None:
     alone = wanted(3)
     assert alone is not None
     assert alone.split == split(60, 6, 9, 1)
-    assert wanted(20) is None
+    raised = wanted(20)
+    assert raised is not None
+    assert raised.split == split(60, 15, 3, 1)
 
 
 def test_no_kind_is_given_more_than_an_even_split_had() -> None:
@@ -75,3 +77,23 @@ def test_no_kind_is_given_more_than_an_even_split_had() -> None:
     wanted = TellApart().propose(state_after(problem, [split(60, 3, 10, 10)]))
     assert wanted is not None
     assert max(wanted.split.shard_sizes) <= 10
+
+
+def test_a_card_that_had_no_share_yet_is_asked_with_one_sample() -> None:
+    """Of 5 samples over 4 cards GPU 0 had none: it is measured with one, if that likely fits."""
+    problem = job(4, B=5, shares="each", tells_busy=False)
+    state = state_after(problem, [split(5, 2, 0, 1, 1, 1)])
+    wanted = TellApart().propose(state)
+    assert wanted is not None
+    assert wanted.split == split(5, 5, 1, 0, 0, 0)
+
+
+def test_cards_that_took_as_long_are_asked_again_with_much_larger_shares() -> None:
+    """With one sample each launches take longest, on all; with 16 of them the samples do."""
+    slow, fast = CardTime(launch_s=0.1, sample_s=0.003), CardTime(launch_s=0.1, sample_s=0.001)
+    problem = job(2, B=64, times=[slow, fast], shares="each", tells_busy=False)
+    tried = [even(64, 32, 2), split(64, 64, 1, 0), split(64, 64, 0, 1)]
+    assert TellApart().propose(state_after(problem, tried)) is None
+    again = TellApart().propose(state_after(problem, [*tried, even(64, 2, 2)]))
+    assert again is not None
+    assert again.split == split(64, 4, 16, 0)
