@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splittune.search.candidates.generate import neighbours
 from splittune.search.candidates.table import SplitTable, concatenate, open_rows, singles_table
 from splittune.search.policies.base import Proposal, SearchState
 
@@ -17,7 +18,8 @@ class SmallestLeft:
     It is the last policy: before a trial ran no other wants one, and afterwards it is what remains
     when the models see no candidate any more. Of splits with the same micro-batch, the one with the
     fewest samples on the devices that likely ran out of memory comes first, then the one with the
-    most steps.
+    most steps. Where splits are too many to list those listed may all fail: then what one sample fewer, or a quarter
+    of a share, on a device leaves of those that failed is tried, until no failure leaves any open.
     """
 
     def propose(self, state: SearchState) -> Proposal | None:
@@ -27,6 +29,13 @@ class SmallestLeft:
         if state.space.shares == "each" and not state.space.min_shard_size:
             table = concatenate(table, singles_table(state.space))
         table = table.where(open_rows(table, state.trials))
+        if not len(table) and not state.tables.is_complete:
+            table = concatenate(table, *(neighbours(t.split, state.space.min_shard_size) for t in state.trials))
+            table = table.where(open_rows(table, state.trials))
+            if len(table):
+                reason = "nothing fitted so far: some samples moved from the devices that failed"
+                split = table.split(self._furthest_from_failures(table, state))
+                return Proposal(split=split, kind="smallest left", reason=reason)
         accumulating = table.where(table.steps > 1)
         if len(accumulating):
             row = self._smallest(accumulating, state)
@@ -38,6 +47,19 @@ class SmallestLeft:
         suspects = sorted({device for trial in state.trials for device in trial.likely_oom_devices})
         burden = table.shards[:, suspects].sum(axis=1)
         return int(np.lexsort((-table.steps, burden, table.micro_batch_sizes))[0])
+
+    @staticmethod
+    def _furthest_from_failures(table: SplitTable, state: SearchState) -> int:
+        """Where the largest part that a device has of the least share with which it failed is smallest.
+
+        Worked: GPU 0 failed with 5 samples and GPU 1 with 4. Of (4, 3, 4) and (3, 3, 5), with parts of 4 / 5 and
+        3 / 4, the second is next.
+        """
+        least = np.full(state.space.num_devices, np.inf)
+        for trial in state.trials:
+            for device in trial.likely_oom_devices:
+                least[device] = min(least[device], trial.split.shard_sizes[device])
+        return int((table.shards / np.maximum(least, 1.0)).max(axis=1).argmin())
 
     def _whole_batch(self, table: SplitTable, state: SearchState) -> Proposal | None:
         """One step holds one copy of the gradients less, and may fit where no accumulation does.

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+from splittune.search import find_best_split
+from splittune.search.candidates.table import can_be_listed
 from splittune.search.policies.proposer import Proposer
 from splittune.search.policies.smallest_left import SmallestLeft
 from tests.search.policies.story import search, state_after
@@ -69,3 +73,17 @@ def test_it_ends_once_a_split_fits() -> None:
     assert ran_without_headroom.any_ran
     assert not ran_without_headroom.any_fits
     assert SmallestLeft().propose(ran_without_headroom) is not None
+
+
+def test_where_all_that_is_listed_fails_samples_move_to_cards_that_did_not() -> None:
+    """Every card has a share, and GPU 2 alone holds more than 3 samples: no split that spreads evenly beside GPU 0
+    fits, and all are too many to list."""
+    small, large = card_memory(sample=100, total=580), card_memory(sample=100, total=5000)
+    problem = job([card_memory(is_first=True, sample=100, total=580), small, large, *[small] * 5], B=26, shares="each")
+    space = replace(problem.space(), max_accumulation_steps=1, min_shard_size=1)
+    assert not can_be_listed(space)
+    found = find_best_split(
+        space, problem.measure, min_headroom_bytes=problem.min_headroom_bytes, max_trials=32, confirm=problem.confirm
+    )
+    assert found.best.split.shard_sizes[2] > 3
+    assert max(share for device, share in enumerate(found.best.split.shard_sizes) if device != 2) <= 3
