@@ -56,5 +56,5 @@ def test_the_demo_trains_what_it_tuned(run: Run, tmp_path: Path) -> None:
     lines = ended.out.splitlines()
     assert len(lines) <= 48
     assert max(map(len, lines)) <= 100
-    # so little memory is no straight line of the batch, for it is handed out 20 MiB at a time: one guess may be wrong
-    assert [trial["outcome"] for trial in trials_in(tmp_path / "demo")].count("out_of_memory") <= 1
+    # so little memory is no straight line of the batch, for it is handed out 20 MiB at a time: two risks may be wrong
+    assert [trial["outcome"] for trial in trials_in(tmp_path / "demo")].count("out_of_memory") <= 2
