@@ -103,9 +103,10 @@ class _Fit:
         if all(curve.is_well_known(self.trials.noise) for curve in plain):
             return weighed
         tiled = [self._curves_of_busy_devices(busy_s, tile) for tile in self._tiles()]
-        return weighed + [
-            one for curves in tiled if any(curve.tile > 1 for curve in curves) for one in of(curves, -TILE_PENALTY)
-        ]
+        for curves in tiled:
+            if any(curve.tile > 1 for curve in curves):
+                weighed += of(curves, -TILE_PENALTY)
+        return weighed
 
     def _gpu0_per_sample_s(self) -> float:
         """Seconds that GPU 0 works for each sample of the micro-batch, by the lines of its kind.

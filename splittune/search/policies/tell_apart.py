@@ -15,7 +15,8 @@ from splittune.split import BatchSplit, SplitSpace, even_shards
 # Kinds that took as long alone are measured again once even splits hold so many times as large shares. A choice:
 # launches may have taken longest before. Smaller: more trials where devices are alike.
 MUCH_LARGER = 8
-# How likely a device that had no share yet must keep its headroom with one sample. A choice: even odds.
+# How likely a device must keep its headroom where it is asked for a larger share than any that fitted, as one that had
+# none yet is. A choice: even odds.
 LEAST_CHANCE = 0.5
 
 

@@ -122,9 +122,13 @@ def test_a_share_a_little_below_one_that_ran_out_of_memory_is_near_it() -> None:
     full = [card_memory(is_first=True), card_memory(sample=10, total=700)]
     tried = [even(160, 80, 2), split(160, 1, 80, 80)]
     wanted = [split(160, 1, 84, 76), split(160, 1, 120, 40), split(160, 1, 76, 84)]
-    for oom, expected in (("named", [0.25, 1.0, 0.0]), ("silent", [0.25, 1.0, 0.25])):
-        state = state_after(replace(job(full, B=160, shares="each"), oom=oom), tried)  # type: ignore[arg-type]
-        assert state.trials[1].oom_devices == ({1} if oom == "named" else set())
+    named = job(full, B=160, shares="each")
+    for problem, devices, expected in (
+        (named, {1}, [0.25, 1.0, 0.0]),
+        (replace(named, oom="silent"), set(), [0.25, 1.0, 0.25]),
+    ):
+        state = state_after(problem, tried)
+        assert state.trials[1].oom_devices == devices
         table = SplitTable(
             global_batch_size=160, steps=np.ones(3), shards=np.array([one.shard_sizes for one in wanted], dtype=float)
         )
