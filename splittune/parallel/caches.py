@@ -56,7 +56,8 @@ class LeftOutCache:
         self._message = (
             f"the {kind} at {path or 'the top'} of the model's output was left out: it would take memory on the output "
             "device in every training step. Under torch.no_grad() it is joined, and where the call is given one: pass "
-            "past_key_values=DynamicCache() to begin with an empty one. use_cache=False computes none."
+            "cache=DynamicCache() to begin with an empty one (past_key_values= before transformers 5.24). "
+            "use_cache=False computes none."
         )
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,6 +136,8 @@ FAMILIES = {
     "T5": Family("T5ForConditionalGeneration", "T5Config", T5),
     "ViT": Family("ViTForImageClassification", "ViTConfig", VIT, pictures),
 }
+# What models call the cache that they take and return: past_key_values before transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(transformers.GPT2LMHeadModel.forward).parameters else "past_key_values"
 CACHING = ("GPT-2", "Llama", "Mistral", "Mixtral", "T5")
 
 
@@ -201,8 +204,8 @@ def test_captured_outputs_are_those_of_one_device(name: str, engine: Any) -> Non
     for step in range(2):
         batch = family.batch(step)
         got, expected = wrapped(**batch), other(**batch)
-        kept = [key for key in expected if key != "past_key_values"]
-        assert [key for key in got if key != "past_key_values"] == kept
+        kept = [key for key in expected if key != CACHE]
+        assert [key for key in got if key != CACHE] == kept
         assert any("hidden_states" in key for key in kept)
         assert any("attentions" in key for key in kept)
         for key in kept:
@@ -227,13 +230,13 @@ def test_a_model_that_captures_is_tuned_and_found_without_hooks() -> None:
 
 def decoded(model: nn.Module, name: str, **options: Any) -> list[Tensor]:
     """The logits of three tokens, one after the other, each forward given the cache of the one before."""
-    tokens, logits, past = texts(0)["input_ids"], [], options.pop("past_key_values", None)
+    tokens, logits, past = texts(0)["input_ids"], [], options.pop(CACHE, None)
     for position in range(3):
         token = tokens[:, position : position + 1]
         inputs = {"input_ids": tokens, "decoder_input_ids": token} if name == "T5" else {"input_ids": token}
-        output = model(**inputs, past_key_values=past, use_cache=True)
+        output = model(**inputs, **{CACHE: past}, use_cache=True)
         logits.append(output.logits)
-        past = output.past_key_values
+        past = output[CACHE]
     return logits
 
 
@@ -250,7 +253,7 @@ def test_a_training_step_has_no_cache_and_says_so(name: str) -> None:
     """A forward that records gradients leaves it out; a model that is given what stands there instead says why."""
     model = on_four(FAMILIES[name].build())
     output = model(**FAMILIES[name].batch(0))
-    assert isinstance(output.past_key_values, LeftOutCache)
+    assert isinstance(output[CACHE], LeftOutCache)
     with pytest.raises((AttributeError, TypeError), match="left out: it would take memory on the output device"):
         decoded(model, name)
 
@@ -259,7 +262,7 @@ def test_training_through_a_cache_begins_with_an_empty_one() -> None:
     """Given a cache, a training forward returns it, joined and with its graph: the gradient is that of one device."""
     model, other = FAMILIES["GPT-2"].build(), FAMILIES["GPT-2"].build()
     for each in (on_four(model), other):
-        torch.cat(decoded(each, "GPT-2", past_key_values=transformers.DynamicCache()), 1).square().mean().backward()
+        torch.cat(decoded(each, "GPT-2", **{CACHE: transformers.DynamicCache()}), 1).square().mean().backward()
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-5)
 
@@ -269,7 +272,7 @@ def test_a_static_cache_is_refused_by_name() -> None:
     model = FAMILIES["GPT-2"].build()
     cache = transformers.StaticCache(config=model.config, max_cache_len=8)
     with pytest.raises(ConfigError, match=r"a StaticCache cannot be split over devices .* Pass use_cache=False"):
-        on_four(model)(input_ids=texts(0)["input_ids"], past_key_values=cache)
+        on_four(model)(input_ids=texts(0)["input_ids"], **{CACHE: cache})
 
 
 # means over tokens
