@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,8 @@ class StepCosts:
 
     def of(self, counts: StepCounts) -> FloatArray:
         """(N,) seconds of a step."""
-        *shared, links = astuple(self)
-        seconds = counts.matrix @ np.array(shared)
+        shared = self.per_micro_step_s, self.per_device_s, self.per_step_s, self.per_reduce_s
+        seconds, links = counts.matrix @ np.array(shared), self.per_gathered_sample_s
         return np.asarray(seconds + counts.samples @ np.array(links) if links else seconds)
 
 
@@ -141,13 +141,9 @@ class Hypothesis:
         shares = shards[np.arange(len(shards)), which]
         answers = np.zeros(len(shards))
         for curve, devices in self._devices_by_curve():
-            own = np.isin(which, devices)
+            own = (which[:, None] == devices).any(axis=1)
             answers[own] = ask(curve, shares[own])
         return answers
-
-    def deviation_of_slowest(self, shards: FloatArray) -> FloatArray:
-        """(N,) deviation of the slowest device's curve from its form: see `Curve`."""
-        return self.of_slowest(shards, self.slowest(shards)[0], Curve.deviation)
 
     def _devices_by_curve(self) -> Sequence[tuple[Curve, list[int]]]:
         """Each different curve, and the devices that have it."""

@@ -218,8 +218,10 @@ class _Fit:
     def _log_likelihood(self, hypothesis: Hypothesis) -> float:
         """Of the trials' step times and, where known, busy times; but for a constant."""
         trials = self.trials
-        predicted = hypothesis.step_s(trials.counts, hypothesis.slowest(trials.shards)[1])
-        residual = np.log(predicted) - trials.log_step_s + hypothesis.deviation_of_slowest(trials.shards)
+        which, slowest_s = hypothesis.slowest(trials.shards)
+        predicted = hypothesis.step_s(trials.counts, slowest_s)
+        deviations = hypothesis.of_slowest(trials.shards, which, Curve.deviation)
+        residual = np.log(predicted) - trials.log_step_s + deviations
         if trials.tells_busy:
             curves = {id(curve): curve for curve in hypothesis.curves}.values()
             residual = np.concatenate([residual, *(curve.deviations for curve in curves)])

@@ -111,8 +111,9 @@ class TimeModel:
         """A sentence if more than `POOR_FIT` and noise is left unexplained; none if not."""
         # curves that left their form count, too
         residual = self._weights @ self._residuals
-        deviations = [hypothesis.deviation_of_slowest(self._trials.shards) for hypothesis in self._hypotheses]
-        residual = residual + self._weights @ deviations
+        for weight, hypothesis in zip(self._weights, self._hypotheses, strict=True):
+            which, _ = hypothesis.slowest(self._trials.shards)
+            residual = residual + weight * hypothesis.of_slowest(self._trials.shards, which, Curve.deviation)
         off = float(np.sqrt((residual**2).mean()))
         if off <= max(POOR_FIT, SIGNIFICANT_DEVIATIONS * self.noise):
             return ()

@@ -33,6 +33,10 @@ class StepTrials:
     """(R, n)"""
     log_step_s: FloatArray
     """(R,) logarithms of seconds a step."""
+    micro_step_s: FloatArray
+    """(R,) seconds of a micro-step; of whole steps alone, an equal part of one."""
+    tells_micro_steps: FloatArray
+    """(R,) 1 where a micro-step was timed by itself, 0 where whole steps alone were."""
     counts: StepCounts
     tells_busy: bool
     """Whether every trial has busy times."""
@@ -51,6 +55,8 @@ class StepTrials:
             steps=steps,
             shards=shards,
             log_step_s=np.log(np.array([run.step_time_s for run in runs], dtype=float)),
+            micro_step_s=np.array([_micro_step_s(run) for run in runs]),
+            tells_micro_steps=np.array([float(run.micro_step_time_s is not None) for run in runs]),
             counts=StepCounts.of(steps, shards),
             tells_busy=all(run.device_busy_s is not None for run in runs),
             kinds=totals_of(runs[0]) if kinds is None else tuple(kinds),
@@ -64,16 +70,6 @@ class StepTrials:
     def busy_s(self) -> FloatArray:
         """(R, n) seconds of a micro-step in which each device worked, where `tells_busy`."""
         return np.array([run.device_busy_s for run in self.runs], dtype=float)
-
-    @property
-    def micro_step_s(self) -> FloatArray:
-        """(R,) seconds of a micro-step; of whole steps alone, an equal part of one."""
-        return np.array([_micro_step_s(run) for run in self.runs])
-
-    @property
-    def tells_micro_steps(self) -> FloatArray:
-        """(R,) 1 where a micro-step was timed by itself, 0 where whole steps alone were."""
-        return np.array([float(run.micro_step_time_s is not None) for run in self.runs])
 
     @property
     def totals(self) -> list[int]:
