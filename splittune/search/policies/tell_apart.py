@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from splittune.search.candidates.table import micro_batches
-from splittune.search.policies.base import ALIKE, TIMES_OTHERS, Proposal, SearchState, kind_alone, separable_kinds
+from splittune.search.models.kinds import ALIKE, TIMES_OTHERS, kind_alone, seconds_alone, separable_kinds
+from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit, SplitSpace, even_shards
 
 # Kinds that took as long alone are measured again once even splits hold so many times as large shares. A choice:
@@ -49,16 +49,12 @@ class TellApart:
     @staticmethod
     def _told(state: SearchState, kinds: Sequence[int], share: int) -> set[int]:
         """The kinds whose speed is known; where all took as long at a share, those that had one not much smaller."""
-        alone: dict[int, dict[int, float]] = defaultdict(dict)  # by share and kind
-        for trial in state.trials:
-            kind, step_s = kind_alone(trial.split.shard_sizes, kinds), trial.measurement.step_time_s
-            if kind is not None and step_s is not None:
-                alone[max(trial.split.shard_sizes)][kind] = step_s / trial.split.accumulation_steps
-        told = {kind for times_s in alone.values() for kind in times_s}
-        whole = [times_s.values() for times_s in alone.values() if len(times_s) == len(set(kinds))]
-        if not whole or any(max(times_s) > (1 + ALIKE) * min(times_s) for times_s in whole):
-            return told
-        return {kind for size, times_s in alone.items() if MUCH_LARGER * size > share for kind in times_s}
+        alone = seconds_alone(kinds, state.trials)
+        common = set.intersection(*(set(times_s) for times_s in alone.values()))
+        at_common = [[times_s[size] for times_s in alone.values()] for size in common]
+        if not common or any(max(times_s) > (1 + ALIKE) * min(times_s) for times_s in at_common):
+            return {kind for kind, times_s in alone.items() if times_s}
+        return {kind for kind, times_s in alone.items() if MUCH_LARGER * max(times_s) > share}
 
     @staticmethod
     def _may_run(state: SearchState, split: BatchSplit) -> bool:

@@ -1,0 +1,69 @@
+"""Kinds of devices where trials do not say how long each device worked: what tells them apart is each kind alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from splittune.search.judged_trials import JudgedTrial
+from splittune.search.models.groups import grouped
+from splittune.search.models.step_trials import totals_of
+from splittune.split import SplitSpace
+
+# Devices that nothing tells apart are measured one by one up to this many. A choice, less than half of
+# the default number of trials of a search: the rest is left for the splits themselves.
+MAX_KINDS = 8
+# A kind is by itself where its shares are more than this many times those of the others. A choice: most slower
+# devices that are used with it then take no longer. Larger: few batches allow it where every device must have
+# several samples.
+TIMES_OTHERS = 3
+# Devices that took as long alone, up to this part, are of one kind. A choice, above the noise of most
+# clocks. Larger, and slower devices hide among faster ones; smaller, and each device is learned alone.
+ALIKE = 0.04
+
+
+def separable_kinds(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...] | None:
+    """A number for each device, the same for those that are never told apart; None before one ran.
+
+    Where GPU 0's share alone is varied, the others are alike. Else each device is a kind of its own,
+    and where there are more than `MAX_KINDS`, each size of memory.
+    """
+    if space.shares == "gpu0":
+        return (0, *[1] * (space.num_devices - 1))
+    ran = next((trial.measurement for trial in trials if trial.ran), None)
+    if ran is None:
+        return None
+    return tuple(range(space.num_devices)) if space.num_devices <= MAX_KINDS else totals_of(ran)
+
+
+def kinds_of(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...] | None:
+    """The `separable_kinds`, and as one those that took as long when each was alone; None before a trial ran."""
+    kinds = separable_kinds(space, trials)
+    if kinds is None or space.shares == "gpu0":
+        return kinds
+    alone = seconds_alone(kinds, trials)
+
+    def are_alike(one: int, other: int) -> bool:
+        common = alone[one].keys() & alone[other].keys()
+        return bool(common) and all(abs(np.log(alone[one][share] / alone[other][share])) < ALIKE for share in common)
+
+    number = {kind: group[0] for group in grouped(sorted(alone), are_alike) for kind in group}
+    return tuple(number[kind] for kind in kinds)
+
+
+def seconds_alone(kinds: Sequence[int], trials: Sequence[JudgedTrial]) -> dict[int, dict[int, float]]:
+    """For each kind, by its largest share, the seconds of a micro-step in which it was alone; the latest counts."""
+    alone: dict[int, dict[int, float]] = {kind: {} for kind in kinds}
+    for trial in trials:
+        kind, step_s = kind_alone(trial.split.shard_sizes, kinds), trial.measurement.step_time_s
+        if kind is not None and step_s is not None:
+            alone[kind][max(trial.split.shard_sizes)] = step_s / trial.split.accumulation_steps
+    return alone
+
+
+def kind_alone(shards: Sequence[int], kinds: Sequence[int]) -> int | None:
+    """The only kind with shares that count; None where several had."""
+    least = max(shards) / TIMES_OTHERS
+    took_part = {kind for kind, shard in zip(kinds, shards, strict=True) if shard > least}
+    return took_part.pop() if len(took_part) == 1 else None
