@@ -108,8 +108,8 @@ class Envelope:
         return np.asarray(self.rest + (rows @ self.corners.T).max(axis=1))
 
     def sure(self, sizes: FloatArray) -> FloatArray:
-        """(N,) the least of what grows, beside what rests, for `sizes` (N, 2)."""
-        return np.asarray(self.rest + sizes @ self.least_slopes)
+        """(N,) the least of what grows, beside what rests, for `sizes` (N, 2); where f jumps, `most`."""
+        return np.asarray(np.minimum(self.rest + sizes @ self.least_slopes, self.most(sizes)))
 
     def least(self, sizes: FloatArray) -> FloatArray:
         """(N,) for `sizes` (N, 2)."""

@@ -57,6 +57,14 @@ def test_a_failure_bounds_from_below_what_comes_close_to_it() -> None:
     assert envelope.least(sizes((7, 0)))[0] == pytest.approx(35)
 
 
+def test_where_a_peak_jumped_what_surely_grows_is_no_more_than_the_most() -> None:
+    """The second sample took 9 and the third 7: ``2 + 5 x 9 = 47`` is no bound, since 5 take at most 40."""
+    points = at((1, 0, 9), (2, 0, 18), (3, 0, 25), (4, 0, 32))
+    envelope = Envelope.through(points, points, rest=2.0)
+    assert envelope.sure(sizes((1, 0))) == pytest.approx(9)
+    assert envelope.sure(sizes((5, 0))) == envelope.most(sizes((5, 0))) == pytest.approx(40)
+
+
 def test_a_peak_that_a_larger_size_did_not_raise_is_flat() -> None:
     """The same bytes at the largest size and at a smaller one; of one size alone nobody knows."""
     for rows, is_flat in (
