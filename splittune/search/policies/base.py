@@ -20,7 +20,7 @@ from splittune.search.candidates.table import (
     listed_table,
     open_rows,
 )
-from splittune.search.judged_trials import JudgedTrial, best_trial
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.kinds import kinds_of
 from splittune.search.models.memory import MemoryModel
 from splittune.search.models.step_time import TimeModel
@@ -35,11 +35,9 @@ MAX_GROWTH = 16
 # choice: the usual three.
 MOST_DOUBT = 3.0
 
-# Splits that were as fast as the best up to this part have their neighbours among the candidates, too. A choice: the
-# regret that a search aims at.
-AS_FAST = 0.01
-# Of so many of them. A choice that saves time.
-MOST_NEAR = 4
+# So many of the fastest splits that fit have their neighbours among the candidates. A choice: of splits that are
+# nearly as fast noise says which is the best, and the best may have no neighbours. More: each proposal takes longer.
+NUM_NEAR = 4
 
 # A share less than this part below one that ran out of memory is less likely to run. A choice. Larger: fewer trials
 # that run out of memory, and larger steps back from those that did.
@@ -151,25 +149,19 @@ class SearchState:
         """What the models say of the splits not measured yet; None where none is left.
 
         Where splits are too many to list, candidates are the even ones, those balanced under the
-        curves of the time model, and the neighbours of the best so far. What `failures` rule out, on
+        curves of the time model, and the neighbours of the fastest so far. What `failures` rule out, on
         the devices that failed and on others of their kind, is left out.
         """
         failures = [*failures, *failures_on_alike(failures, self.memory, self.limits)]
         table = self.tables.listed
         if not self.tables.is_complete:
             balanced = candidates(self.space, self.time.likely_hypotheses, self.memory, self.limits, failures)
-            near = [neighbours(split, self.space.min_shard_size) for split in self._as_fast_as_best()]
+            fastest = sorted((trial for trial in self.trials if trial.fits), key=lambda trial: -trial.throughput)
+            near = [neighbours(trial.split, self.space.min_shard_size) for trial in fastest[:NUM_NEAR]]
             table = concatenate(self.tables.evens, balanced, *near)
         measured = table.is_any_of([trial.split for trial in self.trials])
         table = table.where(open_rows(table, failures) & ~measured)
         return self._scores_of(table) if len(table) else None
-
-    def _as_fast_as_best(self) -> list[BatchSplit]:
-        """The `MOST_NEAR` fastest of the splits that fit and were as fast as the best of them, up to `AS_FAST`."""
-        best = best_trial(self.trials)
-        least = best.throughput * (1 - AS_FAST) if best else 0.0
-        fast = [trial for trial in self.trials if trial.fits and trial.throughput >= least]
-        return [trial.split for trial in sorted(fast, key=lambda trial: -trial.throughput)[:MOST_NEAR]]
 
     def _scores_of(self, table: SplitTable) -> CandidateScores:
         times = self.time.predict(table.steps, table.shards)

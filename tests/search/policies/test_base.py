@@ -116,6 +116,14 @@ def test_what_was_measured_is_no_candidate() -> None:
     assert state_after(problem, [even(4, 4, 1), even(4, 2, 1), even(4, 1, 1)]).scores is None
 
 
+def test_neighbours_of_the_fastest_few_are_candidates() -> None:
+    """The fastest may have none that is better, or none at all: those of the second are looked at, too."""
+    second = split(28, 2, 2, 2, 2, 2, 2, 2, 2)
+    state = state_after(job(7, B=28, shares="each"), [even(28, 1, 7), second])
+    assert state.scores is not None
+    assert split(28, 2, 3, 1, 2, 2, 2, 2, 2) in state.scores.table.splits()
+
+
 def test_a_share_a_little_below_one_that_ran_out_of_memory_is_near_it() -> None:
     """80 samples ran out on GPU 1: 76 are a quarter of `NEAR` below it, 40 are far. Where nobody knows which card it
     was, any that has less now may have been it."""
