@@ -288,14 +288,16 @@ class _Fit:
         totals, shards = self.trials.totals, self.trials.shards
         tolerance = BUSY_TOLERANCE + SIGNIFICANT_DEVIATIONS * self.trials.noise
 
-        def are_alike(one: int, other: int) -> bool:
+        def agreement(one: int, other: int) -> float:
+            """The largest share with which both were as busy; 0 where they were not with any."""
             equal = (shards[:, one] == shards[:, other]) & (busy_s[:, one] > 0) & (busy_s[:, other] > 0)
             if totals[one] != totals[other] or not equal.any():
-                return False
+                return 0.0
             ratios, shares = np.log(busy_s[equal, one] / busy_s[equal, other]), shards[equal, one]
-            return all(abs(np.median(ratios[shares == share])) < tolerance for share in np.unique(shares))
+            agree = all(abs(np.median(ratios[shares == share])) < tolerance for share in np.unique(shares))
+            return float(shares.max()) if agree else 0.0
 
-        return grouped(range(self.trials.num_devices), are_alike)
+        return grouped(range(self.trials.num_devices), agreement)
 
     # --- costs -----------------------------------------------------------------------------------
 

@@ -44,11 +44,13 @@ def kinds_of(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...
         return kinds
     alone = seconds_alone(kinds, trials)
 
-    def are_alike(one: int, other: int) -> bool:
+    def agreement(one: int, other: int) -> int:
+        """The largest share with which both took as long; 0 where they did not with any."""
         common = alone[one].keys() & alone[other].keys()
-        return bool(common) and all(abs(np.log(alone[one][share] / alone[other][share])) < ALIKE for share in common)
+        agree = all(abs(np.log(alone[one][share] / alone[other][share])) < ALIKE for share in common)
+        return max(common, default=0) if agree else 0
 
-    number = {kind: group[0] for group in grouped(sorted(alone), are_alike) for kind in group}
+    number = {kind: group[0] for group in grouped(sorted(alone), agreement) for kind in group}
     return tuple(number[kind] for kind in kinds)
 
 

@@ -171,16 +171,17 @@ class MemoryReadings:
     def same_memory_groups(self) -> list[tuple[int, ...]]:
         """Replicas in groups whose peaks agreed at every equal share; largest share first."""
         most = {i: max(run.split.shard_sizes[i] for run in self.runs) for i in range(1, self.num_devices)}
-        return grouped(sorted(most, key=lambda i: -most[i]), self._agree)
+        return grouped(sorted(most, key=lambda i: -most[i]), self._agreement)
 
-    def _agree(self, one: int, other: int) -> bool:
-        """Whether two replicas had equal shares, each time with peaks within `PEAK_TOLERANCE`."""
+    def _agreement(self, one: int, other: int) -> int:
+        """The largest equal share of two replicas whose peaks were each time within `PEAK_TOLERANCE`; else 0."""
         pairs = [
-            (run.memory[one].batch_peak_bytes, run.memory[other].batch_peak_bytes)
+            (run.split.shard_sizes[one], run.memory[one].batch_peak_bytes, run.memory[other].batch_peak_bytes)
             for run in self.runs
             if run.split.shard_sizes[one] == run.split.shard_sizes[other] > 0
         ]
-        return bool(pairs) and all(abs(a - b) <= PEAK_TOLERANCE * max(a, b) for a, b in pairs)
+        agree = all(abs(a - b) <= PEAK_TOLERANCE * max(a, b) for _, a, b in pairs)
+        return max((share for share, *_ in pairs), default=0) if agree else 0
 
     def alike(self, device: int) -> tuple[int, ...]:
         """The replicas in one `same_memory_groups` with `device`, itself among them.

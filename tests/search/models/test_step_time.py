@@ -342,6 +342,16 @@ def test_cards_alike_at_one_share_alone_have_their_own_curves_once_another_tells
     assert curves[1](np.array([2.0]))[0] == pytest.approx(0.020, rel=0.01)
 
 
+def test_cards_join_those_that_they_were_like_with_more_samples() -> None:
+    """GPU 0 is like 1 and 2 with one sample, and never had as many as they had otherwise. They were like GPU 3 with 14,
+    and GPU 0 was not with 12: so 1 and 2 are of its kind, not of GPU 0's."""
+    fast, slow = CardTime(launch_s=0.0, sample_s=0.004, knee=5), CardTime(launch_s=0.0, sample_s=0.010, knee=2)
+    problem = job(4, B=50, times=[fast, slow, slow, slow], shares="each")
+    tried = [even(50, 13, 4), split(50, 1, 8, 14, 14, 14), split(50, 1, 12, 13, 13, 12)]
+    curves = model_of(problem, tried).curves
+    assert [float(curve(np.array([40.0]))[0]) for curve in curves] == pytest.approx([0.16, 0.4, 0.4, 0.4], rel=0.02)
+
+
 def test_a_card_whose_launches_alone_were_seen_is_in_doubt_with_more_samples() -> None:
     """GPU 1 had one sample, which takes as long as 8: nothing tells yet whether it is as fast as GPU 0 with 64."""
     problem = job(2, B=64, times=[CardTime(launch_s=0.0, sample_s=0.001, knee=8)] * 2, shares="each")
