@@ -56,9 +56,6 @@ LEAST_VARIATION = 0.02
 OWN_CURVES = 3
 # What a hypothesis with a curve for each kind lacks in log prior. A choice: it has more coefficients.
 OWN_CURVES_PENALTY = 1.0
-# The relative error of a micro-step's time counts so much beside that of a whole step. A choice: what the search
-# predicts is whole steps.
-MICRO_STEP_WEIGHT = 0.3
 # A divisor in place of 0 seconds.
 LEAST_SECONDS = 1e-12
 
@@ -96,7 +93,7 @@ class _Fit:
             if not any(linked.costs.per_gathered_sample_s):
                 return [self._weighed(linked, log_prior)]
             unlinked = self._with_costs(curves, gpu0_per_sample_s, with_links=False)
-            return [self._weighed(linked, log_prior), self._weighed(unlinked, log_prior)]
+            return [self._weighed(told, log_prior - np.log(2)) for told in (linked, unlinked)]
 
         plain = self._curves_of_busy_devices(busy_s, tile=1)
         weighed = of(plain)
@@ -331,18 +328,7 @@ class _Fit:
         links = self._kinds_of_link() if with_links else np.zeros((1, trials.num_devices))
         matrix = np.column_stack([trials.counts.matrix, trials.counts.samples @ links.T])
         rows = matrix / step_s[:, None]
-        # a micro-step pays for neither update nor reduce: without its own time few trials do not tell these apart
-        micro_s, of_micro_step = trials.micro_step_s, matrix / trials.steps[:, None] * [1, 1, 0, 0, *[1] * len(links)]
-        weights = MICRO_STEP_WEIGHT * trials.tells_micro_steps / micro_s
-        costs, _ = nnls(
-            np.concatenate([rows, of_micro_step * weights[:, None]]),
-            np.concatenate(
-                [
-                    np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s,
-                    np.maximum(micro_s - slowest_s, 0.0) * weights,
-                ]
-            ),
-        )
+        costs, _ = nnls(rows, np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s)
         predicted = trials.steps * slowest_s / step_s + rows @ costs
         c, h, u, r, *of_links = costs.tolist()
         gathered_s = tuple((np.array(of_links) @ links).tolist())
