@@ -1,6 +1,6 @@
 """What each rule and each number of the search is worth: every one left out, or changed, in turn.
 
-    python -m benchmarks.search.ablation [--problems 100] [--only NAME] [--change 'left out'] [--out DIR]
+    python -m benchmarks.search.ablation [--problems 250] [--only NAME] [--change 'left out'] [--out DIR]
 
 A policy is left out. A number, of a policy or of a module of the search, is taken as nothing, halved
 and doubled; a true or false is turned round. Every variant sees the same problems as the search
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import sqrt
+from multiprocessing import Pool
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -144,6 +147,18 @@ def searched(variant: Variant, *, tells_all: bool) -> Callable[[Problem], BatchS
     return found
 
 
+@cache
+def _variants() -> tuple[Variant, ...]:
+    return tuple(variants())
+
+
+def _row(task: tuple[int, bool, str, int]) -> dict[str, Any]:
+    """One problem searched by the variant at a place among all, for a process of its own."""
+    place, tells_all, generator, seed = task
+    variant = _variants()[place]
+    return judged(generator, seed, variant.name, searched(variant, tells_all=tells_all))
+
+
 def compared(rows: pd.DataFrame, search_itself: pd.DataFrame) -> dict[str, float]:
     """Paired differences of a variant to the search itself: rows of the same problems in the same order."""
     regret = rows.regret.to_numpy() - search_itself.regret.to_numpy()
@@ -166,33 +181,41 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.search.ablation", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--problems", type=int, default=100, help="of each generator, each with all readings and none")
+    parser.add_argument("--problems", type=int, default=250, help="of each generator")
+    parser.add_argument(
+        "--blind", type=int, help="how many are searched with no optional reading, too; all if not given"
+    )
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--generators", nargs="+", choices=list(GENERATORS), default=list(GENERATORS))
     parser.add_argument("--only", default="", help="variants whose names begin so")
     parser.add_argument("--change", choices=["left out", "turned round", *FACTORS], help="this change alone")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="searches at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
-    drawn = [(name, seed) for name in chosen.generators for seed in seeds(name, chosen.problems, chosen.first_seed)]
-    wanted = [one for one in variants() if one.name.startswith(chosen.only) and chosen.change in (None, one.change)]
-    wanted = [next(variants()), *(one for one in wanted if one.change != "none")]
+    drawn = [
+        (tells_all, name, seed)
+        for tells_all, count in ((True, chosen.problems), (False, chosen.blind))
+        for name in chosen.generators
+        for seed in seeds(name, chosen.problems if count is None else count, chosen.first_seed)
+    ]
+    wanted = [
+        place
+        for place, one in enumerate(variants())
+        if not place or (one.name.startswith(chosen.only) and chosen.change in (None, one.change))
+    ]
     table: list[dict[str, Any]] = []
     itself = pd.DataFrame()
-    for variant in wanted:
-        rows = pd.DataFrame(
-            [
-                judged(generator, seed, variant.name, searched(variant, tells_all=tells_all))
-                for tells_all in (True, False)
-                for generator, seed in drawn
-            ]
-        )
-        itself = rows if variant.change == "none" else itself
-        table.append({"what": variant.name, "change": variant.change, **compared(rows, itself)})
-        print(pd.DataFrame(table[-1:]).round(4).to_string(index=False, header=len(table) == 1), flush=True)
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(table).assign(first_seed=chosen.first_seed).round(6).to_csv(
-            chosen.out / "search_ablation.csv", index=False
-        )
+    with Pool(chosen.processes) as pool:
+        for place in wanted:
+            variant = _variants()[place]
+            rows = pd.DataFrame(pool.map(_row, [(place, *one) for one in drawn], chunksize=4))
+            itself = itself if place else rows
+            table.append({"what": variant.name, "change": variant.change, **compared(rows, itself)})
+            print(pd.DataFrame(table[-1:]).round(4).to_string(index=False, header=len(table) == 1), flush=True)
+            chosen.out.mkdir(parents=True, exist_ok=True)
+            pd.DataFrame(table).assign(first_seed=chosen.first_seed).round(6).to_csv(
+                chosen.out / "search_ablation.csv", index=False
+            )
 
 
 if __name__ == "__main__":
