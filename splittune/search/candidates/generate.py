@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from splittune.search.candidates.balance import balanced_table
 from splittune.search.candidates.table import SplitTable, concatenate, micro_batches
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.hypotheses import Hypothesis
-from splittune.search.models.memory import Interval, MemoryModel
+from splittune.search.models.memory import MemoryModel
 from splittune.split import BatchSplit, SplitSpace
 
 
@@ -25,7 +24,7 @@ def candidates(
 ) -> SplitTable:
     """Splits whose devices finish together: for each micro-batch and number of devices taking part.
 
-    There are splits for each of the six answers of `_largest_shards`.
+    There are splits for each of the four answers of `_largest_shards`.
 
     Args:
         space: the legal splits.
@@ -64,58 +63,26 @@ def neighbours(split: BatchSplit, min_shard_size: int) -> SplitTable:
 def _largest_shards(
     pairs: FloatArray, memory: MemoryModel, limits: FloatArray, failures: Sequence[JudgedTrial]
 ) -> FloatArray:
-    """(6, N, n) the largest shards that fit, for N pairs of accumulation steps and micro-batch.
+    """(4, N, n) the largest shards that fit, for N pairs of accumulation steps and micro-batch.
 
-    Six answers, from sure to possible:
+    Four answers, from sure to possible:
         1  the most that memory may need fits
-        2  as 1, but GPU 0, which holds what no other device does, as in 5
-        3  half way from the most to the likeliest need fits
-        4  the likeliest need fits
-        5  half way from the likeliest to the least need fits
-        6  the least that memory may need fits
+        2  as 1, but GPU 0, which holds what no other device does, as in 3
+        3  half way from the most to the least need fits
+        4  the least that memory may need fits
     """
     num_pairs, num_devices = len(pairs), len(limits)
-    steps, sizes = np.tile(pairs, (5, 1)).T  # answers 1, 3, 4, 5 and 6, one below the other
+    steps, sizes = np.tile(pairs, (3, 1)).T  # answers 1, 3 and 4, one below the other
+    parts = np.repeat([1.0, 0.5, 0.0], num_pairs)[:, None]  # of the way from the least to the most need
     low = np.zeros((len(sizes), num_devices))
     high = np.repeat(sizes[:, None], num_devices, axis=1)
     for failure in failures:
         high = np.minimum(high, np.maximum(failure.largest_open_shards(steps, sizes), 0))
     for _ in range(int(sizes.max()).bit_length() + 1):
         middle = np.ceil((low + high) / 2)
-        fits = _needs_from_most_to_least(memory.needed(steps, middle, sizes), num_pairs) <= limits
+        needed = memory.needed(steps, middle, sizes)
+        fits = needed.least + parts * (needed.most - needed.least) <= limits
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-    sure, half_sure, likely, half_possible, possible = low.reshape(5, num_pairs, num_devices)
-    only_gpu0_unsure = np.where(np.arange(num_devices) == 0, half_possible, sure)
-    return np.stack([sure, only_gpu0_unsure, half_sure, likely, half_possible, possible])
-
-
-def _needs_from_most_to_least(needed: Interval, num_pairs: int) -> FloatArray:
-    """(5 N, n) bytes: the most for the first N rows, ever less, the least for the last N."""
-    parts = np.repeat([1.0, 0.75, 0.5, 0.25, 0.0], num_pairs)[:, None]
-    return np.asarray(needed.least + parts * (needed.most - needed.least))
-
-
-def failures_on_alike(trials: Sequence[JudgedTrial], memory: MemoryModel, limits: FloatArray) -> list[JudgedTrial]:
-    """The failures of `trials` carried over to devices of the same kind.
-
-    A shard that lacked memory on one replica lacks it on every replica of that kind whose limit its
-    peak exceeds. A replica's memory depends on its own shard, so the smallest micro-batch with such
-    a shard fails, too. What is left of that micro-batch is put on GPU 0, of which the failure says
-    nothing.
-    """
-    failures = []
-    for trial in trials:
-        split, readings = trial.split, trial.measurement.memory
-        for device in sorted(trial.oom_devices - {0}) if readings else ():
-            shard, batch = split.shard_sizes[device], split.global_batch_size
-            # the most steps whose largest micro-batch has so many samples
-            steps = (batch - 1) // (shard - 1) if shard > 1 else batch
-            steps = 1 if split.accumulation_steps == 1 else steps
-            rest = -(-batch // steps) - shard
-            for other in memory.alike(device):
-                if readings[device].peak_reserved_bytes > limits[other]:
-                    shards = [rest, *(shard if i == other else 0 for i in range(1, split.num_devices))]
-                    failed = BatchSplit(global_batch_size=batch, accumulation_steps=steps, shard_sizes=tuple(shards))
-                    measurement = replace(trial.measurement, split=failed)
-                    failures.append(JudgedTrial(measurement=measurement, oom_devices=frozenset({other})))
-    return failures
+    sure, likely, possible = low.reshape(3, num_pairs, num_devices)
+    only_gpu0_unsure = np.where(np.arange(num_devices) == 0, likely, sure)
+    return np.stack([sure, only_gpu0_unsure, likely, possible])
