@@ -2,10 +2,11 @@
 
     python -m benchmarks.search.ablation [--problems 250] [--only NAME] [--change 'left out'] [--out DIR]
 
-A policy is left out. A number, of a policy or of a module of the search, is taken as nothing, halved
-and doubled; a true or false is turned round. Every variant sees the same problems as the search
-itself, so differences are paired: a row has the mean difference of regret and of trials, each with
-its standard error, and of OOMs after the first trial that ran. `search_ablation.csv` has all rows.
+A policy is left out, and a part of a model is replaced by what is left without it. A number, of a
+policy or of a module of the search, is taken as nothing, halved and doubled; a true or false is turned
+round. Every variant sees the same problems as the search itself, so differences are paired: a row has
+the mean difference of regret and of trials, each with its standard error, and of OOMs after the first
+trial that ran. `search_ablation.csv` has all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager as Context
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import sqrt
@@ -26,21 +27,45 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.search.judge import GENERATORS, MAX_TRIALS, RESULTS, judged, seeds
 from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
 from splittune.search import find_best_split
-from splittune.search.policies.base import Policy
+from splittune.search.models import hypothesis_fit, kinds
+from splittune.search.models.calibration import Calibration
+from splittune.search.models.envelope import Envelope
+from splittune.search.models.hypotheses import Hypothesis
+from splittune.search.models.hypothesis_fit import Fit
+from splittune.search.models.memory import MemoryModel
+from splittune.search.models.memory_readings import MemoryReadings
+from splittune.search.models.step_time import TimeModel
+from splittune.search.policies.base import Policy, SearchState
 from splittune.search.policies.proposer import POLICIES
 from splittune.search.samplers.guided import GuidedSampler
 from splittune.split import BatchSplit
 
 FIRST_SEED = 200_000
 FACTORS: dict[str, float] = {"nothing": 0.0, "halved": 0.5, "doubled": 2.0}
-# What is no choice: which column is which, and what only a type checker reads.
-NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH", "TYPE_CHECKING")
+# What is no choice: which column is which, a unit, and what only a type checker reads.
+NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH", "MIB", "TYPE_CHECKING")
+# Parts of the models and of the candidates: where each is, and what is left without it.
+PARTS: tuple[tuple[str, Any, str, Any], ...] = (
+    ("tiles", hypothesis_fit, "TILES", ()),
+    ("waiting for the host", hypothesis_fit, "HOST_SHARES", ()),
+    ("a curve for each kind, without busy times", Fit, "_with_own_curves", lambda *_: []),
+    ("GPU 0's own work", Fit, "_gpu0_per_sample_s", lambda _: 0.0),
+    ("fewer devices may be faster", Hypothesis, "optimistic_step_s", lambda self, *step: self.step_s(*step)),
+    ("doubt of a kind", TimeModel, "_doubt_of_kind", lambda *asked: np.zeros(len(asked[-1]))),
+    ("calibration", Calibration, "doubt", 1.0),
+    ("kinds that took as long", kinds, "grouped", lambda found, _: [(one,) for one in found]),
+    ("the number of OOMs", SearchState, "num_ooms", 0),
+    ("GPU 0 beside replicas", MemoryModel, "_most_beside_replicas", lambda *asked: np.full(len(asked[1]), np.inf)),
+    ("what a trial proved", MemoryReadings, "proven", lambda *asked: np.full(len(asked[2]), np.inf)),
+    ("the least by chords", Envelope, "least", Envelope.sure),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +90,15 @@ def variants() -> Iterator[Variant]:
                 other = replace(policy, **{field.name: value})  # type: ignore[type-var]
                 policies = (*POLICIES[:place], other, *POLICIES[place + 1 :])
                 yield Variant(name=f"{name}.{field.name}", change=change, policies=policies)
+    for name, holder, attribute, left in PARTS:
+        yield Variant(name=name, change="left out", patched=_replaced([(holder, attribute, left)]))
+    seen: set[tuple[str, int]] = set()  # what one module imports from another is changed once
     for module in _modules():
         for constant, told in vars(module).items():
-            if constant.isupper() and constant not in NO_CHOICE and isinstance(told, Real):
+            if not constant.isupper() or constant in NO_CHOICE or not isinstance(told, Real):
+                continue
+            if (constant, id(told)) not in seen:
+                seen.add((constant, id(told)))
                 for change, value in _changed(told):
                     name = f"{module.__name__.rpartition('.')[2]}.{constant}"
                     yield Variant(name=name, change=change, patched=_patched(constant, told, value))
@@ -107,18 +138,18 @@ def _modules() -> list[Any]:
 
 def _patched(constant: str, told: object, value: object) -> Callable[[], Context[Any]]:
     """Sets a constant in its module and in all that imported it."""
+    return _replaced([(module, constant, value) for module in _modules() if vars(module).get(constant) is told])
+
+
+def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Callable[[], Context[Any]]:
+    """Sets attributes of modules or classes, (holder, name, value) each."""
 
     @contextmanager
     def everywhere() -> Iterator[None]:
-        holders = [module for module in _modules() if vars(module).get(constant) is told or constant in vars(module)]
-        patches = [patch.object(module, constant, value) for module in holders]
-        for one in patches:
-            one.start()
-        try:
+        with ExitStack() as stack:
+            for holder, name, value in attributes:
+                stack.enter_context(patch.object(holder, name, value))
             yield
-        finally:
-            for one in patches:
-                one.stop()
 
     return everywhere
 

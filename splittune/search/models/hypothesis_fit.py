@@ -62,12 +62,12 @@ LEAST_SECONDS = 1e-12
 
 def fit_hypotheses(trials: StepTrials) -> list[Hypothesis]:
     """Bayesian model averaging: the hypotheses, with weights that sum to 1."""
-    fit = _Fit(trials)
+    fit = Fit(trials)
     return _with_weights(fit.from_busy_times() if trials.tells_busy else fit.from_whole_steps())
 
 
 @dataclass(slots=True)
-class _Fit:
+class Fit:
     """Hypotheses under construction."""
 
     trials: StepTrials
