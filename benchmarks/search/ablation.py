@@ -61,6 +61,7 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("doubt of a kind", TimeModel, "_doubt_of_kind", lambda *asked: np.zeros(len(asked[-1]))),
     ("calibration", Calibration, "doubt", 1.0),
     ("kinds that took as long", kinds, "grouped", lambda found, _: [(one,) for one in found]),
+    ("distance to OOMs", SearchState, "distance_to_ooms", lambda _, table: np.ones(len(table))),
     ("the number of OOMs", SearchState, "num_ooms", 0),
     ("GPU 0 beside replicas", MemoryModel, "_most_beside_replicas", lambda *asked: np.full(len(asked[1]), np.inf)),
     ("what a trial proved", MemoryReadings, "proven", lambda *asked: np.full(len(asked[2]), np.inf)),

@@ -22,7 +22,8 @@ class UpperConfidenceBound:
     fit are measured whatever they promise: a search does not end on models that were wrong just now.
 
     A trial that runs and lacks headroom still tells how much: the gain counts by the cube root of the chance
-    that a split which runs keeps it. Each trial that runs out of memory costs as much more as there were.
+    that a split which runs keeps it. What ran out of memory is far from what is risked next
+    (`SearchState.distance_to_ooms`), and each such trial costs as much more as there were.
     """
 
     min_gain: float = 0.01
@@ -43,7 +44,8 @@ class UpperConfidenceBound:
         scores = state.scores
         if scores is None or not state.any_fits:
             return None
-        runs = np.where(scores.cannot_oom, 1.0, scores.needed.chance_below(state.memory.budget_bytes))
+        likely = scores.needed.chance_below(state.memory.budget_bytes) * state.distance_to_ooms(scores.table)
+        runs = np.where(scores.cannot_oom, 1.0, likely)
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
         gain = scores.optimistic_gain(self.deviations * state.doubt)
         price = self.oom_price * max(1, state.num_ooms) if state.memory.knows_rest else self.blind_oom_price

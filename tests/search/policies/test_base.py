@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from splittune.search.candidates.table import SplitTable
 from splittune.search.policies.base import MAX_GROWTH
 from tests.search.policies.story import best_of, search, state_after
 from tests.search.problem import CardTime, Job, card_memory, even, job, split
@@ -122,6 +123,25 @@ def test_neighbours_of_the_fastest_few_are_candidates() -> None:
     state = state_after(job(7, B=28, shares="each"), [even(28, 1, 7), second])
     assert state.scores is not None
     assert split(28, 2, 3, 1, 2, 2, 2, 2, 2) in state.scores.table.splits()
+
+
+def test_a_share_a_little_below_one_that_ran_out_of_memory_is_near_it() -> None:
+    """80 samples ran out on GPU 1: 76 are a quarter of `NEAR` below it, 40 are far. Where nobody knows which card it
+    was, any that has less now may have been it."""
+    full = [card_memory(is_first=True), card_memory(sample=10, total=700)]
+    tried = [even(160, 80, 2), split(160, 1, 80, 80)]
+    wanted = [split(160, 1, 84, 76), split(160, 1, 120, 40), split(160, 1, 76, 84)]
+    named = job(full, B=160, shares="each")
+    for problem, devices, expected in (
+        (named, {1}, [0.25, 1.0, 0.0]),
+        (replace(named, oom="silent"), set(), [0.25, 1.0, 0.25]),
+    ):
+        state = state_after(problem, tried)
+        assert state.trials[1].oom_devices == devices
+        table = SplitTable(
+            global_batch_size=160, steps=np.ones(3), shards=np.array([one.shard_sizes for one in wanted], dtype=float)
+        )
+        assert state.distance_to_ooms(table) == pytest.approx(expected)
 
 
 def test_each_oom_once_a_trial_ran_is_counted() -> None:
