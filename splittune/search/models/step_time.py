@@ -183,10 +183,9 @@ class TimeModel:
         return doubt
 
     def _interchangeable_groups(self) -> list[tuple[int, ...]]:
-        """Devices beside GPU 0 that no prediction tells apart: all, or those of one memory."""
-        totals, tells_busy = self._trials.totals, self._trials.tells_busy
-        others = sorted(range(1, self._trials.num_devices), key=lambda i: 0 if tells_busy else totals[i])
-        return grouped(others, lambda one, other: tells_busy or totals[one] == totals[other])
+        """Devices beside GPU 0 that no prediction tells apart: all, or without busy times those of one kind."""
+        kinds, tells_busy = self._trials.kinds, self._trials.tells_busy
+        return grouped(range(1, len(kinds)), lambda one, other: tells_busy or kinds[one] == kinds[other])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
