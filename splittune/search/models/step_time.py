@@ -22,8 +22,8 @@ from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTria
 PRIOR_SIGNAL_STD = 0.02
 # The same where busy times are unknown, and more of a step must be guessed. A choice.
 BLIND_SIGNAL_STD = 0.04
-# The same where devices of unlike memory may differ in speed, and without busy times nobody knows
-# by how much. A choice.
+# The same where devices beside GPU 0 are of unlike kinds, and without busy times nobody knows how much
+# they differ in speed. A choice.
 UNLIKE_SIGNAL_STD = 0.1
 # Lengthscale of the residuals' kernel, in logarithms of sizes: a correlation of 0.6 is left at
 # sizes 1.4 times as large. A choice. Larger, and a residual is carried further.

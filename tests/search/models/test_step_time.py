@@ -324,6 +324,15 @@ def test_a_card_that_had_nothing_to_do_is_like_no_other() -> None:
     assert predicted(TimeModel(idle), even(B, 2, 3)) == pytest.approx(truth(problem, even(B, 2, 3)), rel=0.02)
 
 
+def test_without_busy_times_unlike_kinds_of_as_much_memory_are_in_doubt() -> None:
+    """Where card 2 is of a kind of its own, what a split takes is less sure than where all are of one."""
+    problem = job(3, B=B, tells_busy=False, shares="each")
+    ran = trials(problem, [*(even(B, k, 3) for k in (16, 8, 4, 2)), split(B, 4, 8, 8, 0)])
+    wanted = split(B, 4, 5, 5, 6)
+    alike, unlike = (doubts(TimeModel(ran, kinds=kinds), wanted)[0] for kinds in ((0, 0, 0), (0, 0, 2)))
+    assert unlike > 2 * alike
+
+
 def test_many_kinds_of_cards_that_nothing_tells_apart_are_all_believed() -> None:
     """Six cards, each of a kind of its own, give more than a hundred hypotheses of about one weight."""
     problem = job(6, B=B, tells_busy=False)
