@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # How many of the fastest are measured once more. A choice. More cost trials; fewer let one lucky
 # trial win.
 NUM_FINALISTS = 3
+# The first trial may have been cold, and took longer than it would now: it is measured once more if it lacks at most
+# this part of the speed of the fastest. A choice. Larger: more searches measure one more split.
+MOST_COLD = 0.1
 # Two splits are too close to call within so many standard errors of their difference. A choice, the
 # usual 95 %. Larger: more splits are measured twice, and headroom decides more often.
 TOO_CLOSE = 2.0
@@ -53,7 +56,8 @@ def confirm_finalists(
        more steps.
     2. The fastest splits in turn, until `NUM_FINALISTS` of them fitted again, the baseline among
        them if it is that fast.
-    3. Those within the noise of the fastest, a second time in the opposite order: a drift of the
+    3. The first trial that fitted, which may have been cold, if it lacks at most `MOST_COLD`.
+    4. Those within the noise of the fastest, a second time in the opposite order: a drift of the
        clocks then falls on all alike. Both measurements count.
 
     The fastest wins. Of those within the noise of it, at most `HEADROOM_PRICE` behind it and no
@@ -80,11 +84,14 @@ def confirm_finalists(
         if num_confirmed == NUM_FINALISTS:
             break
         num_confirmed += fits_again(measurement.split, f"number {place} of the search, once more")
+    first = next((trial for trial in trials if trial.fits), None)
+    if first is not None and first.throughput >= (1 - MOST_COLD) * (fitting[0].throughput or 0.0):
+        fits_again(first.measurement.split, "the first trial, which may have been cold, once more")
     close = _within_noise([m for m in confirmed.values() if m.outcome is Outcome.OK])
     if len(close) > 1 and any(relative_standard_error(m.main_times_s) > 0 for m in close):
-        for first in reversed(close):
-            again = measure_again(first.split, "too close to call: in turn, once more", 2)
-            confirmed[first.split] = _together(first, again)
+        for once in reversed(close):
+            again = measure_again(once.split, "too close to call: in turn, once more", 2)
+            confirmed[once.split] = _together(once, again)
     baseline = baseline_again()  # where it failed in the second turn, the next
     in_order = [confirmed[m.split] for m in fitting if m.split in confirmed]
     close = _worth_their_headroom(_within_noise(_off_the_edge([m for m in in_order if m.outcome is Outcome.OK])))
