@@ -37,7 +37,7 @@ from splittune.split import BatchSplit
 
 MAX_TRIALS = 32
 # From this one on no problem was seen while the search was made. A choice: those below the last judgement's were.
-FIRST_SEED = 220_000
+FIRST_SEED = 230_000
 GENERATORS: dict[str, Callable[[int], Problem]] = {
     "physics": physics.draw,
     "layered": layered.draw,

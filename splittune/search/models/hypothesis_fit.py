@@ -56,6 +56,9 @@ LEAST_VARIATION = 0.02
 OWN_CURVES = 3
 # What a hypothesis with a curve for each kind lacks in log prior. A choice: it has more coefficients.
 OWN_CURVES_PENALTY = 1.0
+# The relative error of a micro-step's own time counts so much beside that of a whole step. A choice: enough to tell
+# apart what whole steps leave open, and too little to outweigh them.
+MICRO_STEP_WEIGHT = 0.1
 # A divisor in place of 0 seconds.
 LEAST_SECONDS = 1e-12
 
@@ -328,7 +331,18 @@ class Fit:
         links = self._kinds_of_link() if with_links else np.zeros((1, trials.num_devices))
         matrix = np.column_stack([trials.counts.matrix, trials.counts.samples @ links.T])
         rows = matrix / step_s[:, None]
-        costs, _ = nnls(rows, np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s)
+        # a micro-step pays for neither update nor reduce: without its own time few trials do not tell these apart
+        micro_s, of_micro_step = trials.micro_step_s, matrix / trials.steps[:, None] * [1, 1, 0, 0, *[1] * len(links)]
+        weights = MICRO_STEP_WEIGHT * trials.tells_micro_steps / micro_s
+        costs, _ = nnls(
+            np.concatenate([rows, of_micro_step * weights[:, None]]),
+            np.concatenate(
+                [
+                    np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s,
+                    np.maximum(micro_s - slowest_s, 0.0) * weights,
+                ]
+            ),
+        )
         predicted = trials.steps * slowest_s / step_s + rows @ costs
         c, h, u, r, *of_links = costs.tolist()
         gathered_s = tuple((np.array(of_links) @ links).tolist())

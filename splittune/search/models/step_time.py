@@ -58,7 +58,8 @@ class TimeModel:
     kind share one. The host's thread needs g for each device. Outputs come to GPU 0 over links, in
     lambda_i a sample; devices of as much memory share it, and GPU 0 has none. Without busy times all
     share one. What GPU 0 works on the whole micro-batch is its own or added to w. c, h, u, r and
-    lambda are `StepCosts`, fitted by non-negative least squares on relative errors.
+    lambda are `StepCosts`, fitted to whole steps and to micro-steps, which pay for neither u nor r, by
+    non-negative least squares on relative errors.
 
     Bayesian model averaging: several hypotheses are fitted and weighed by how likely they make the
     trials, and where they differ the prediction is in doubt. Curves with and without steps at tiles

@@ -370,6 +370,14 @@ def test_a_card_whose_launches_alone_were_seen_is_in_doubt_with_more_samples() -
     assert unknown > 0.5
 
 
+def test_a_micro_steps_own_time_tells_the_update_from_the_gathering_of_gradients() -> None:
+    """Steps over two cards and over one tell their sum alone."""
+    problem = job(2, B=64, shares="each", update_s=0.010, reduce_s=0.200, replica_s=0.0)
+    model = model_of(problem, [even(64, 32, 2), even(64, 2, 2), split(64, 64, 1, 0)])
+    wanted = split(64, 1, 64, 0)
+    assert predicted(model, wanted)[0] == pytest.approx(truth(problem, wanted)[0], rel=0.05)
+
+
 def test_links_and_further_cards_that_nothing_tells_apart_are_both_believed() -> None:
     """One card's step is faster than two cards': for GPU 1's samples, or since there is one more. GPU 1 alone, which
     takes 41 ms, is foretold 71 ms, give or take 35 %."""
