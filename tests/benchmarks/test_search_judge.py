@@ -54,7 +54,7 @@ def test_every_policy_and_every_number_is_a_variant() -> None:
     """Each policy is left out once, and each number of the models is changed under its own name."""
     found = list(variants())
     assert [one.change for one in found].count("none") == 1
-    left_out = [one.policies for one in found if one.change == "left out"]
+    left_out = [one.policies for one in found if one.change == "left out" and one.policies is not POLICIES]
     assert [set(POLICIES) - set(own) for own in left_out] == [{policy} for policy in POLICIES]
     assert {one.change for one in found if one.name == "memory.WIDENING"} == {"nothing", "halved", "doubled"}
     names = [(one.name, one.change) for one in found]
@@ -68,6 +68,19 @@ def test_a_number_is_changed_for_a_search_alone() -> None:
     with doubled.patched():
         assert 2 * before == memory.WIDENING
     assert before == memory.WIDENING
+
+
+def test_a_part_of_a_model_is_left_out_for_a_search_alone() -> None:
+    """Each part that can be left out is another thing inside, and the same as before afterwards."""
+    parts = {name: (holder, attribute) for name, holder, attribute, _ in ablation.PARTS}
+    found = [one for one in variants() if one.change == "left out" and one.policies is POLICIES]
+    assert [one.name for one in found] == list(parts)
+    for one in found:
+        holder, attribute = parts[one.name]
+        before = vars(holder)[attribute]
+        with one.patched():
+            assert vars(holder)[attribute] is not before
+        assert vars(holder)[attribute] is before
 
 
 def test_the_search_is_no_better_than_itself() -> None:
