@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     wanted = [
         place
-        for place, one in enumerate(variants())
+        for place, one in enumerate(_variants())
         if not place or (one.name.startswith(chosen.only) and chosen.change in (None, one.change))
     ]
     table: list[dict[str, Any]] = []

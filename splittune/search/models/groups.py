@@ -14,11 +14,11 @@ def grouped(devices: Iterable[int], agreement: Callable[[int, int], float]) -> l
     the groups are (0,) and (1, 2, 3).
     """
     order = list(devices)
-    told = {pair: agreement(*pair) for pair in combinations(order, 2)}
+    told = {frozenset(pair): agreement(*pair) for pair in combinations(order, 2)}
     groups = {device: [device] for device in order}
     for one, other in sorted(told, key=lambda pair: -told[pair]):
         ours, theirs = groups[one], groups[other]
-        if ours is not theirs and all(told.get((a, b), told.get((b, a), 0)) > 0 for a, b in product(ours, theirs)):
+        if ours is not theirs and all(told[frozenset(pair)] > 0 for pair in product(ours, theirs)):
             ours += theirs
             groups |= dict.fromkeys(theirs, ours)
     places = {device: place for place, device in enumerate(order)}

@@ -143,24 +143,22 @@ class SearchState:
     @cached_property
     def scores(self) -> CandidateScores | None:
         """What the models say of the candidates; None where nothing ran or no candidate is left."""
-        return self.score_candidates(self.trials) if self.any_ran else None
+        table = self._candidates() if self.any_ran else None
+        return None if table is None or not len(table) else self._scores_of(table)
 
-    def score_candidates(self, failures: Sequence[JudgedTrial]) -> CandidateScores | None:
-        """What the models say of the splits not measured yet; None where none is left.
+    def _candidates(self) -> SplitTable:
+        """The splits that are neither measured nor ruled out.
 
-        Where splits are too many to list, candidates are the even ones, those balanced under the
-        curves of the time model, and the neighbours of the fastest so far. What `failures` rule out is
-        left out.
+        Where they are too many to list, candidates are the even ones, those balanced under the curves of
+        the time model, and the neighbours of the fastest so far.
         """
         table = self.tables.listed
         if not self.tables.is_complete:
-            balanced = candidates(self.space, self.time.likely_hypotheses, self.memory, self.limits, failures)
+            balanced = candidates(self.space, self.time.likely_hypotheses, self.memory, self.limits, self.trials)
             fastest = sorted((trial for trial in self.trials if trial.fits), key=lambda trial: -trial.throughput)
             near = [neighbours(trial.split, self.space.min_shard_size) for trial in fastest[:NUM_NEAR]]
             table = concatenate(self.tables.evens, balanced, *near)
-        measured = table.is_any_of([trial.split for trial in self.trials])
-        table = table.where(open_rows(table, failures) & ~measured)
-        return self._scores_of(table) if len(table) else None
+        return table.where(open_rows(table, self.trials))
 
     def _scores_of(self, table: SplitTable) -> CandidateScores:
         times = self.time.predict(table.steps, table.shards)
