@@ -1,16 +1,18 @@
-"""The last word: the baseline and the fastest splits are measured again, and the best wins."""
+"""The last word: the baseline and the fastest splits are measured again, and the best by all that is known wins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import hypot
+from math import hypot, log
+from statistics import median
 from typing import TYPE_CHECKING
 
 from splittune.hardware.base import largest_readings
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.profiling.noise import relative_standard_error
 from splittune.search.judged_trials import JudgedTrial, rank
+from splittune.search.models.step_trials import LEAST_NOISE
 
 if TYPE_CHECKING:
     from splittune.split import BatchSplit
@@ -19,17 +21,18 @@ if TYPE_CHECKING:
 # trial win.
 NUM_FINALISTS = 3
 # The first trial may have been cold, and took longer than it would now: it is measured once more if it lacks at most
-# this part of the speed of the fastest. A choice. Larger: more searches measure one more split.
+# this part of the speed of the fastest, and before that its time may be off by half of it. A choice. Larger: more
+# searches measure one more split.
 MOST_COLD = 0.1
+# What the time model says of a split that was measured is off by so much, relative. A choice: its trials tell of all
+# splits what a few steps of one do not. Smaller: measurements count less beside it; larger: noise decides more often.
+MODEL_ERROR = 0.01
 # Two splits are too close to call within so many standard errors of their difference. A choice, the
 # usual 95 %. Larger: more splits are measured twice, and headroom decides more often.
 TOO_CLOSE = 2.0
-# Of those headroom decides only among the ones that lack at most this part of the speed, however
-# much noise there is. A choice: a third of the regret that a search aims at.
-HEADROOM_PRICE = 0.003
-# A split that gains no more than this over an even baseline is not worth uneven shares. A choice:
-# nobody sees a thousandth, and everybody understands even shares.
-EVEN_PRICE = 0.001
+# Of those, one that lacks at most this part of the speed wins if it has more headroom, or is even and the baseline. A
+# choice: nobody sees a thousandth, and everybody understands even shares.
+PRICE = 0.001
 # A split at which the allocator had to free memory and try again is one fragment away from failing.
 # Another wins if it lacks at most this part of the speed. A choice.
 EDGE_PRICE = 0.05
@@ -45,33 +48,89 @@ class Confirmed:
     """None where no even split fitted again."""
 
 
+class Estimates:
+    """Logarithms of the seconds a step of each split, from its trial, its confirmations and the time model.
+
+    All are averaged, weighed by their inverse variances: few steps of one split are noisy, and the model has
+    seen those of all. The first trial may have been cold, and the model with it, so of that split the
+    confirmations count. Worked: a trial says 1.02 s and the model 1.00 s, either give or take 1 %, so the
+    estimate is 1.01 s, give or take 0.7 %.
+
+    Args:
+        trials: those that fit, oldest first.
+        foretold: seconds a step that the time model says of them; those that it leaves out are known by their
+            measurements alone.
+    """
+
+    def __init__(self, trials: Sequence[Measurement], foretold: Mapping[BatchSplit, float]) -> None:
+        errors = [relative_standard_error(trial.main_times_s) for trial in trials]
+        self._noise = max(LEAST_NOISE, median(errors)) if errors else LEAST_NOISE
+        self._told: dict[BatchSplit, list[tuple[float, float]]] = {trial.split: [] for trial in trials}
+        for trial in trials[:1]:
+            self.add(trial, least_error=MOST_COLD / 2)
+        for trial in trials[1:]:
+            self.add(trial)
+            if trial.split in foretold:
+                self._told[trial.split].append((log(foretold[trial.split]), MODEL_ERROR))
+
+    def add(self, measurement: Measurement, least_error: float = 0.0) -> None:
+        """Take in a measurement that fits; its time is off by `least_error` or more, relative."""
+        step_s = measurement.step_time_s
+        assert step_s is not None
+        error = max(relative_standard_error(measurement.main_times_s), self._noise, least_error)
+        self._told[measurement.split].append((log(step_s), error))
+
+    def of(self, split: BatchSplit) -> tuple[float, float]:
+        """The logarithm of a split's seconds a step, and its standard error."""
+        weights = [1 / error**2 for _, error in self._told[split]]
+        mean = sum(w * log_s for w, (log_s, _) in zip(weights, self._told[split], strict=True)) / sum(weights)
+        return mean, sum(weights) ** -0.5
+
+    def within_noise(self, measurements: Sequence[Measurement]) -> list[Measurement]:
+        """Those that cannot be told from the fastest, in the order given."""
+        fastest, error = min((self.of(m.split) for m in measurements), default=(0.0, 0.0))
+        own = [self.of(m.split) for m in measurements]
+        is_close = [log_s - fastest <= TOO_CLOSE * hypot(error, other) for log_s, other in own]
+        return [m for m, close in zip(measurements, is_close, strict=True) if close]
+
+    def within(self, part: float, measurements: Sequence[Measurement]) -> list[Measurement]:
+        """Those that take at most this part longer than the fastest, in the order given."""
+        fastest = min((self.of(m.split)[0] for m in measurements), default=0.0)
+        return [m for m in measurements if self.of(m.split)[0] <= fastest + part]
+
+
 def confirm_finalists(
     even_splits: Sequence[BatchSplit],
     trials: Sequence[JudgedTrial],
     measure_again: Callable[[BatchSplit, str, int], Measurement],
+    foretold: Mapping[BatchSplit, float],
 ) -> Confirmed:
     """Measure the finalists among `trials` once more, by `measure_again(split, reason, turn)`.
 
     1. The baseline. One that does not fit again gives way to the measured even split with the next
        more steps.
-    2. The fastest splits in turn, until `NUM_FINALISTS` of them fitted again, the baseline among
-       them if it is that fast.
+    2. The fastest splits in turn, by `Estimates` with the seconds `foretold`, until `NUM_FINALISTS` of them
+       fitted again, the baseline among them if it is that fast.
     3. The first trial that fitted, which may have been cold, if it lacks at most `MOST_COLD`.
     4. Those within the noise of the fastest, a second time in the opposite order: a drift of the
        clocks then falls on all alike. Both measurements count.
 
-    The fastest wins. Of those within the noise of it, at most `HEADROOM_PRICE` behind it and no
-    slower than the baseline, the one with most headroom wins, then the one that was faster before.
-    Over the baseline it must gain more than `EVEN_PRICE`, else that wins.
+    The fastest by the estimates wins. Of those within the noise of it, at most `PRICE` behind it and no
+    slower than the baseline as both were confirmed, the one with most headroom wins, then the one that was
+    faster before. Over the baseline it must gain more than `PRICE`, else that wins.
     A split at which the allocator had to retry gives way to one that is close.
     """
-    fitting = sorted((trial.measurement for trial in trials if trial.fits), key=rank)
+    ran = [trial.measurement for trial in trials if trial.fits]
+    estimates = Estimates(ran, foretold)
+    fitting = sorted(ran, key=lambda m: (estimates.of(m.split)[0], rank(m)))
     fits = {measurement.split for measurement in fitting}
     confirmed: dict[BatchSplit, Measurement] = {}
 
     def fits_again(split: BatchSplit, reason: str) -> bool:
         if split not in confirmed:
             confirmed[split] = measure_again(split, reason, 1)
+            if confirmed[split].outcome is Outcome.OK:
+                estimates.add(confirmed[split])
         return confirmed[split].outcome is Outcome.OK
 
     def baseline_again() -> Measurement | None:
@@ -84,21 +143,24 @@ def confirm_finalists(
         if num_confirmed == NUM_FINALISTS:
             break
         num_confirmed += fits_again(measurement.split, f"number {place} of the search, once more")
-    first = next((trial for trial in trials if trial.fits), None)
-    if first is not None and first.throughput >= (1 - MOST_COLD) * (fitting[0].throughput or 0.0):
-        fits_again(first.measurement.split, "the first trial, which may have been cold, once more")
-    close = _within_noise([m for m in confirmed.values() if m.outcome is Outcome.OK])
+    fastest = max((measurement.throughput or 0.0 for measurement in ran), default=0.0)
+    if ran and (ran[0].throughput or 0.0) >= (1 - MOST_COLD) * fastest:
+        fits_again(ran[0].split, "the first trial, which may have been cold, once more")
+    close = estimates.within_noise([m for m in confirmed.values() if m.outcome is Outcome.OK])
     if len(close) > 1 and any(relative_standard_error(m.main_times_s) > 0 for m in close):
         for once in reversed(close):
             again = measure_again(once.split, "too close to call: in turn, once more", 2)
             confirmed[once.split] = _together(once, again)
+            if again.outcome is Outcome.OK:
+                estimates.add(again)
     baseline = baseline_again()  # where it failed in the second turn, the next
     in_order = [confirmed[m.split] for m in fitting if m.split in confirmed]
-    close = _worth_their_headroom(_within_noise(_off_the_edge([m for m in in_order if m.outcome is Outcome.OK])))
+    close = _off_the_edge([m for m in in_order if m.outcome is Outcome.OK])
+    close = estimates.within(PRICE, estimates.within_noise(close))
     # within the noise, too, nothing is chosen that looks slower than what it is compared with
     least = 0.0 if baseline is None or baseline.is_on_the_edge else baseline.throughput or 0.0
-    best = max((m for m in close if (m.throughput or 0.0) >= least), key=_least_headroom, default=None)
-    if best is not None and least >= (1 - EVEN_PRICE) * (best.throughput or 0.0):
+    best = max((m for m in close if (m.throughput or 0.0) >= least), key=_least_headroom, default=baseline)
+    if best is not None and least >= (1 - PRICE) * (best.throughput or 0.0):
         best = baseline
     return Confirmed(best=best, baseline=baseline)
 
@@ -109,26 +171,6 @@ def _off_the_edge(measurements: Sequence[Measurement]) -> list[Measurement]:
     safe = [m for m in measurements if not m.is_on_the_edge]
     is_close = any((m.throughput or 0.0) >= (1 - EDGE_PRICE) * fastest for m in safe)
     return safe if is_close else list(measurements)
-
-
-def _within_noise(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Those that cannot be told from the fastest, in the order given; all have run."""
-    fastest = max(measurements, key=lambda m: m.throughput or 0.0, default=None)
-    if fastest is None:
-        return []
-    return [m for m in measurements if _is_close(m, fastest)]
-
-
-def _worth_their_headroom(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Without those that lack more speed than headroom is worth."""
-    fastest = max((m.throughput or 0.0 for m in measurements), default=0.0)
-    return [m for m in measurements if (m.throughput or 0.0) >= (1 - HEADROOM_PRICE) * fastest]
-
-
-def _is_close(one: Measurement, fastest: Measurement) -> bool:
-    behind = 1 - (one.throughput or 0.0) / (fastest.throughput or 1.0)
-    error = hypot(relative_standard_error(one.main_times_s), relative_standard_error(fastest.main_times_s))
-    return bool(behind <= TOO_CLOSE * error)
 
 
 def _together(first: Measurement, second: Measurement) -> Measurement:

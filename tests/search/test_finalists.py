@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import pytest
 
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.finalists import confirm_finalists
+from splittune.search.finalists import Confirmed, Estimates, confirm_finalists
 from splittune.search.judged_trials import JudgedTrial
 from splittune.split import BatchSplit, SplitSpace
 
@@ -55,15 +58,19 @@ class Again:
         return self.answers[split, turn]
 
 
-def trials(*measurements: Measurement) -> list[JudgedTrial]:
-    return [JudgedTrial(measurement=measurement) for measurement in measurements]
+def confirm(
+    searched: Sequence[Measurement], again: Again, foretold: Mapping[BatchSplit, float] | None = None
+) -> Confirmed:
+    """The last word on these trials; the time model has `foretold` nothing unless told otherwise."""
+    trials = [JudgedTrial(measurement=measurement) for measurement in searched]
+    return confirm_finalists(EVENS, trials, again, foretold or {})
 
 
 def test_the_three_fastest_and_the_baseline_are_measured_again() -> None:
     """Besides the baseline, which comes first, the best three are confirmed and no other."""
     searched = [ran(EVENS[1], 9.0), *(ran(uneven(share), float(share)) for share in (5, 2, 4, 3))]
     again = Again(*searched)
-    confirmed = confirm_finalists(EVENS, trials(*searched), again)
+    confirmed = confirm(searched, again)
     assert again.asked == [EVENS[1], uneven(2), uneven(3), uneven(4)]
     assert confirmed.best == ran(uneven(2), 2.0)
     assert confirmed.baseline == ran(EVENS[1], 9.0)
@@ -74,20 +81,18 @@ def test_the_first_trial_may_have_been_cold() -> None:
     rest = [ran(uneven(share), 4.0 + share / 100) for share in (2, 3, 4)]
     cold = ran(uneven(5), 4.2)
     again = Again(*rest, ran(uneven(5), 3.9))
-    confirmed = confirm_finalists(EVENS, trials(cold, *rest), again)
+    confirmed = confirm([cold, *rest], again)
     assert again.asked == [uneven(2), uneven(3), uneven(4), uneven(5)]
     assert confirmed.best == ran(uneven(5), 3.9)
     again = Again(*rest)
-    confirm_finalists(EVENS, trials(ran(uneven(5), 5.0), *rest), again)
+    confirm([ran(uneven(5), 5.0), *rest], again)
     assert uneven(5) not in again.asked
 
 
 def test_the_fastest_as_confirmed_wins() -> None:
     """What was fastest in the search loses to what is fastest when measured again, the baseline included."""
     searched = [ran(EVENS[1], 9.0), ran(uneven(2), 2.0), ran(uneven(3), 3.0)]
-    confirmed = confirm_finalists(
-        EVENS, trials(*searched), Again(ran(EVENS[1], 4.0), ran(uneven(2), 8.0), ran(uneven(3), 5.0))
-    )
+    confirmed = confirm(searched, Again(ran(EVENS[1], 4.0), ran(uneven(2), 8.0), ran(uneven(3), 5.0)))
     assert confirmed.best == confirmed.baseline == ran(EVENS[1], 4.0)
 
 
@@ -95,7 +100,7 @@ def test_a_finalist_that_does_not_fit_again_gives_way_to_the_next() -> None:
     """A finalist that fails drops out, and the next best is confirmed in its place."""
     searched = [ran(EVENS[1], 9.0), *(ran(uneven(share), float(share)) for share in (2, 3, 4, 5))]
     again = Again(searched[0], failed(uneven(2)), *searched[2:])
-    confirmed = confirm_finalists(EVENS, trials(*searched), again)
+    confirmed = confirm(searched, again)
     assert again.asked == [EVENS[1], uneven(2), uneven(3), uneven(4), uneven(5)]
     assert confirmed.best == ran(uneven(3), 3.0)
 
@@ -103,20 +108,20 @@ def test_a_finalist_that_does_not_fit_again_gives_way_to_the_next() -> None:
 def test_a_baseline_that_does_not_fit_again_gives_way_to_more_steps() -> None:
     """The baseline is then the measured even split with the next more steps."""
     searched = [ran(EVENS[1], 2.0), ran(EVENS[3], 4.0)]
-    confirmed = confirm_finalists(EVENS, trials(*searched), Again(failed(EVENS[1]), ran(EVENS[3], 4.0)))
+    confirmed = confirm(searched, Again(failed(EVENS[1]), ran(EVENS[3], 4.0)))
     assert confirmed.baseline == confirmed.best == ran(EVENS[3], 4.0)
 
 
 def test_equals_go_to_more_headroom() -> None:
     """Of two equally fast splits the one that leaves more memory free wins."""
     searched = [ran(uneven(2), 2.0, headroom_bytes=10), ran(uneven(3), 2.0, headroom_bytes=20)]
-    assert confirm_finalists(EVENS, trials(*searched), Again(*searched)).best == searched[1]
+    assert confirm(searched, Again(*searched)).best == searched[1]
 
 
 def test_nothing_is_confirmed_when_nothing_fits_again() -> None:
     """Where every confirmation fails there is no best and no baseline."""
     searched = [ran(EVENS[1], 2.0), ran(uneven(3), 4.0)]
-    confirmed = confirm_finalists(EVENS, trials(*searched), Again(failed(EVENS[1]), failed(uneven(3))))
+    confirmed = confirm(searched, Again(failed(EVENS[1]), failed(uneven(3))))
     assert confirmed.best is None
     assert confirmed.baseline is None
 
@@ -134,7 +139,7 @@ def test_splits_too_close_to_call_are_measured_again_in_the_opposite_order() -> 
     a third is never asked."""
     searched = [noisy(EVENS[1], 2.0), noisy(uneven(2), 1.0), noisy(uneven(3), 1.01), noisy(uneven(4), 1.02)]
     again = Again(*searched)
-    confirm_finalists(EVENS, trials(*searched), again)
+    confirm(searched, again)
     assert again.asked == [EVENS[1], *map(uneven, (2, 3, 4)), *map(uneven, (4, 3, 2))]
     assert again.turns == [1] * 4 + [2] * 3
 
@@ -143,7 +148,7 @@ def test_both_turns_count() -> None:
     """The winner holds the steps of both turns, and the largest peaks of either."""
     searched = [noisy(uneven(2), 1.0), noisy(uneven(3), 1.01, headroom_bytes=20)]
     second = (noisy(uneven(2), 1.05), ran(uneven(3), 1.0, 1.0, 1.0, headroom_bytes=30))
-    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched, second=second))
+    confirmed = confirm(searched, Again(*searched, second=second))
     assert confirmed.best is not None
     assert confirmed.best.split == uneven(3)
     assert confirmed.best.whole_step_times_s == (*searched[1].whole_step_times_s, 1.0, 1.0, 1.0)
@@ -159,7 +164,7 @@ def test_rounds_of_both_turns_count() -> None:
 
     searched = [rounds(uneven(2), 1.4, 1.45, 1.5), rounds(uneven(3), 1.4, 1.46, 1.5)]
     second = tuple(rounds(one.split, 1.3, 1.3, 1.3) for one in searched)
-    best = confirm_finalists(EVENS, trials(*searched), Again(*searched, second=second)).best
+    best = confirm(searched, Again(*searched, second=second)).best
     assert best is not None
     assert best.unbroken_round_times_s[-3:] == (1.3, 1.3, 1.3)
     assert len(best.unbroken_round_times_s) == len(best.update_times_s) == len(best.micro_step_times_s) == 6
@@ -167,18 +172,18 @@ def test_rounds_of_both_turns_count() -> None:
 
 def test_ties_within_the_noise_go_to_more_headroom() -> None:
     """Of splits that cannot be told apart the one that leaves more memory free wins, though it looked slower."""
-    searched = [noisy(uneven(2), 1.0, headroom_bytes=10), noisy(uneven(3), 1.002, headroom_bytes=20)]
+    searched = [noisy(uneven(2), 1.0, headroom_bytes=10), noisy(uneven(3), 1.0008, headroom_bytes=20)]
     searched.append(noisy(uneven(4), 1.2, headroom_bytes=30))
-    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched))
+    confirmed = confirm(searched, Again(*searched))
     assert confirmed.best is not None
     assert confirmed.best.split == uneven(3)
 
 
-def test_headroom_is_worth_a_third_of_a_per_cent_however_noisy_the_clock_is() -> None:
+def test_headroom_is_worth_a_thousandth_however_noisy_the_clock_is() -> None:
     """A step that takes 1 % longer is within the noise of 10 %, and loses all the same."""
     wild = (0.9, 1.0, 1.1)
     searched = [ran(uneven(2), *wild), ran(uneven(3), *(1.01 * time for time in wild), headroom_bytes=200)]
-    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched, second=tuple(searched)))
+    confirmed = confirm(searched, Again(*searched, second=tuple(searched)))
     assert confirmed.best is not None
     assert confirmed.best.split == uneven(2)
 
@@ -186,7 +191,7 @@ def test_headroom_is_worth_a_third_of_a_per_cent_however_noisy_the_clock_is() ->
 def test_a_tie_never_goes_to_what_looks_slower_than_the_baseline() -> None:
     """A split within the noise of the baseline, and behind it, is not chosen for its headroom."""
     searched = [noisy(EVENS[1], 1.0), noisy(uneven(3), 1.005, headroom_bytes=20)]
-    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched))
+    confirmed = confirm(searched, Again(*searched))
     assert confirmed.best == confirmed.baseline
     assert confirmed.best is not None
     assert confirmed.best.split == EVENS[1]
@@ -196,7 +201,7 @@ def test_clocks_that_repeat_exactly_need_no_second_turn() -> None:
     """Without noise two splits are either equal or told apart at once."""
     searched = [ran(uneven(2), 1.0, 1.0, 1.0), ran(uneven(3), 1.0, 1.0, 1.0, headroom_bytes=20)]
     again = Again(*searched)
-    confirmed = confirm_finalists(EVENS, trials(*searched), again)
+    confirmed = confirm(searched, again)
     assert again.asked == [uneven(3), uneven(2)]
     assert confirmed.best == searched[1]
 
@@ -204,7 +209,7 @@ def test_clocks_that_repeat_exactly_need_no_second_turn() -> None:
 def test_a_finalist_that_fails_in_its_second_turn_is_out() -> None:
     """A split that lacks memory when measured once more does not win, however fast it was."""
     searched = [noisy(uneven(2), 1.0), noisy(uneven(3), 1.01)]
-    confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched, second=(failed(uneven(2)),)))
+    confirmed = confirm(searched, Again(*searched, second=(failed(uneven(2)),)))
     assert confirmed.best is not None
     assert confirmed.best.split == uneven(3)
 
@@ -213,7 +218,7 @@ def test_a_baseline_that_fails_in_its_second_turn_gives_way_to_more_steps() -> N
     """Nothing is compared with a baseline that did not run: the next even split is measured in its place."""
     searched = [noisy(EVENS[1], 1.0), noisy(uneven(3), 1.01), noisy(EVENS[3], 4.0), noisy(EVENS[2], 3.0)]
     again = Again(*searched, second=(failed(EVENS[1]),))
-    confirmed = confirm_finalists(EVENS, trials(*searched), again)
+    confirmed = confirm(searched, again)
     assert confirmed.baseline == searched[3]
     assert confirmed.best is not None
     assert confirmed.best.split == uneven(3)
@@ -224,7 +229,7 @@ def test_a_split_on_the_edge_gives_way_to_one_that_is_close() -> None:
     edge = ran(uneven(2), 1.0, num_alloc_retries=1)
     for behind, expected in ((1.005, uneven(3)), (1.5, uneven(2))):
         searched = [edge, ran(uneven(3), behind)]
-        confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched))
+        confirmed = confirm(searched, Again(*searched))
         assert confirmed.best is not None
         assert confirmed.best.split == expected
 
@@ -233,6 +238,38 @@ def test_uneven_shares_must_gain_more_than_a_thousandth() -> None:
     """What is faster by less than anybody sees gives way to the even split; what gains more wins."""
     for faster, expected in ((0.9995, EVENS[1]), (0.998, uneven(3))):
         searched = [ran(EVENS[1], 1.0), ran(uneven(3), faster)]
-        confirmed = confirm_finalists(EVENS, trials(*searched), Again(*searched))
+        confirmed = confirm(searched, Again(*searched))
         assert confirmed.best is not None
         assert confirmed.best.split == expected
+
+
+def test_what_the_time_model_says_counts_beside_noisy_clocks() -> None:
+    """A split that looked 0.8 % faster loses if the model, which has seen all trials, held it for 4 % slower; where
+    clocks repeat exactly, the model says nothing."""
+    for make, expected in ((noisy, uneven(3)), (ran, uneven(2))):
+        searched = [ran(EVENS[1], 9.0), make(uneven(2), 0.992), make(uneven(3), 1.0)]
+        foretold = {uneven(2): 1.04, uneven(3): 1.0}
+        confirmed = confirm(searched, Again(*searched), foretold)
+        assert confirmed.best is not None
+        assert confirmed.best.split == expected
+
+
+def test_estimates_weigh_by_inverse_variances() -> None:
+    """A trial of 1.02 s, give or take 1.4 %, beside a model that says 1.00 s, give or take 1 %; a confirmation of
+    1.02 s pulls it back."""
+    estimates = Estimates([noisy(EVENS[1], 2.0), noisy(uneven(2), 1.02)], {uneven(2): 1.0})
+    log_s, error = estimates.of(uneven(2))
+    own, model = 1 / 0.01447**2, 1 / 0.01**2
+    assert log_s == pytest.approx(own * 0.0198 / (own + model), rel=0.01)
+    assert error == pytest.approx((own + model) ** -0.5, rel=0.01)
+    estimates.add(noisy(uneven(2), 1.02))
+    assert estimates.of(uneven(2))[0] == pytest.approx(2 * own * 0.0198 / (2 * own + model), rel=0.01)
+
+
+def test_a_first_trial_that_was_cold_says_little_and_neither_does_the_model_of_it() -> None:
+    """It was 8 % slower than when measured twice again, when it is the fastest."""
+    cold, rest = noisy(uneven(5), 1.08), [noisy(uneven(share), 1.02 + share / 1000) for share in (2, 3, 4)]
+    warm = noisy(uneven(5), 1.0)
+    confirmed = confirm([cold, *rest], Again(*rest, warm), {uneven(5): 1.08} | {m.split: 1.02 for m in rest})
+    assert confirmed.best is not None
+    assert confirmed.best.split == uneven(5)

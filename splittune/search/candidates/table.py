@@ -32,6 +32,15 @@ class SplitTable:
     steps: FloatArray
     shards: FloatArray
 
+    @classmethod
+    def of(cls, splits: Sequence[BatchSplit]) -> SplitTable:
+        """These splits of one space, at least one, in their order."""
+        return cls(
+            global_batch_size=splits[0].global_batch_size,
+            steps=np.array([split.accumulation_steps for split in splits], dtype=float),
+            shards=np.array([split.shard_sizes for split in splits], dtype=float),
+        )
+
     def __len__(self) -> int:
         return len(self.steps)
 

@@ -21,7 +21,7 @@ from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTria
 # far from the trials stay in doubt for longer.
 PRIOR_SIGNAL_STD = 0.02
 # The same where busy times are unknown, and more of a step must be guessed. A choice.
-BLIND_SIGNAL_STD = 0.04
+BLIND_SIGNAL_STD = 0.06
 # The same where devices beside GPU 0 are of unlike kinds, and without busy times nobody knows how much
 # they differ in speed. A choice.
 UNLIKE_SIGNAL_STD = 0.1

@@ -179,9 +179,8 @@ class SearchState:
         fitting = [trial.split for trial in self.trials if trial.fits]
         if not fitting:
             return float("inf")
-        steps = np.array([split.accumulation_steps for split in fitting], dtype=float)
-        shards = np.array([split.shard_sizes for split in fitting], dtype=float)
-        return float(self.time.predict(steps, shards).log_s.min())
+        table = SplitTable.of(fitting)
+        return float(self.time.predict(table.steps, table.shards).log_s.min())
 
     def is_grown_slowly(self, table: SplitTable) -> BoolArray:
         """(N,) whether no shard is over `MAX_GROWTH` times as large as the largest that ran."""

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splittune.search.arrays import FloatArray
 from splittune.search.candidates.acquisition import CandidateScores
 from splittune.search.policies.base import MOST_DOUBT, Proposal, SearchState
 from splittune.units import format_bytes
+
+# How likely a split that runs keeps its headroom, at least. A choice: where memory jumps, it takes less than the
+# convex models hold possible. Larger: more trials of splits that keep too little.
+LEAST_KEPT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +27,11 @@ class UpperConfidenceBound:
     fit are measured whatever they promise: a search does not end on models that were wrong just now.
 
     A trial that runs and lacks headroom still tells how much: the gain counts by the cube root of the chance
-    that a split which runs keeps it. What ran out of memory is far from what is risked next
+    that a split which runs keeps it, `LEAST_KEPT` at least. What ran out of memory is far from what is risked next
     (`SearchState.distance_to_ooms`), and each such trial costs as much more as there were.
+
+    Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
+    may be as little as `most_lost` behind the best is measured, too.
     """
 
     min_gain: float = 0.01
@@ -39,20 +47,27 @@ class UpperConfidenceBound:
     deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %.
     Larger: more trials before the search ends."""
+    min_trials: int = 6
+    """A choice, well below the trials that half of all searches take. Larger: more trials where models fitted at
+    once; searches that ended far behind the best mostly had had three or four."""
+    most_lost: float = 0.1
+    """In logarithms of time. A choice: what is further behind, by all that is known, tells nothing of the best."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         scores = state.scores
         if scores is None or not state.any_fits:
             return None
-        likely = scores.needed.chance_below(state.memory.budget_bytes) * state.distance_to_ooms(scores.table)
-        runs = np.where(scores.cannot_oom, 1.0, likely)
+        runs = np.where(scores.cannot_oom, 1.0, self._chance_to_run(state, scores))
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
         gain = scores.optimistic_gain(self.deviations * state.doubt)
         price = self.oom_price * max(1, state.num_ooms) if state.memory.knows_rest else self.blind_oom_price
-        worth = gain * np.cbrt(fits / np.maximum(runs, 1e-9)) * runs - price * (1 - runs)
+        kept = np.maximum(fits / np.maximum(runs, 1e-9), LEAST_KEPT)
+        worth = gain * np.cbrt(kept) * runs - price * (1 - runs)
         worth = np.where(state.is_grown_slowly(scores.table), worth, -np.inf)
         if state.doubt > MOST_DOUBT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)
+        if worth.max() < self.min_gain and sum(trial.ran for trial in state.trials) < self.min_trials:
+            worth = np.where(scores.surely_feasible & (gain > -self.most_lost), gain + 1.0, -np.inf)
         row = int(worth.argmax())
         if worth[row] < self.min_gain:
             return None
@@ -63,6 +78,11 @@ class UpperConfidenceBound:
             return Proposal(split=split, kind="improve", reason=f"{reason}; GPU {device} at most at {most} of {limit}")
         chances = f"runs with a chance of {runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
         return Proposal(split=split, kind="risky", reason=f"{reason}; worth a risk: {chances}")
+
+    @staticmethod
+    def _chance_to_run(state: SearchState, scores: CandidateScores) -> FloatArray:
+        """(N,) where a split may run out of memory."""
+        return scores.needed.chance_below(state.memory.budget_bytes) * state.distance_to_ooms(scores.table)
 
     @staticmethod
     def _prediction(state: SearchState, scores: CandidateScores, row: int) -> str:

@@ -12,7 +12,7 @@ from benchmarks.problems.problem import Problem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import MemoryModel
 from splittune.search.judged_trials import JudgedTrial
-from splittune.search.models.memory import FIRST_MARGIN, LEAST_WIDENING, MOST_MARGIN, RISING, Interval
+from splittune.search.models.memory import FIRST_MARGIN, LEAST_WIDENING, MOST_MARGIN, Interval
 from splittune.search.models.memory_readings import REPEATABILITY
 from splittune.split import BatchSplit
 from tests.search.problem import MIB, card_memory, even, job, rows, split, trial, trials
@@ -422,55 +422,26 @@ def test_a_replica_that_never_had_a_share_is_taken_to_be_like_gpu0() -> None:
     assert told.foretold[0, 1] <= told.foretold[1, 0] * 1.01
 
 
-GIB = float(1024**3)
+def test_what_a_plane_lets_run_likely_runs() -> None:
+    """GPU 1 holds 340, 380 and 420 MiB with 4, 8 and 12 samples: a line, which says 480 MiB for 18 of them, though
+    another phase may grow in proportion. Of 32 samples it says nothing."""
+    problem = job([card_memory(is_first=True), card_memory(workspace=100, total=520)], B=B)
+    tried, near, far = [even(B, 8, 2), even(B, 4, 2), split(B, 4, 4, 12)], split(B, 3, 4, 18), even(B, 1, 2)
+    two, three = MemoryModel(trials(problem, tried[:2]), 2), MemoryModel(trials(problem, tried), 2)
+    chances = [float(interval(model, near).chance_below(model.budget_bytes)[0]) for model in (two, three)]
+    assert chances[0] < 0.7 < chances[1] < 1
+    assert interval(three, near).likely[0, 1] == pytest.approx(truth_of(problem, [near])[0, 1], rel=0.05)
+    assert np.isinf(interval(three, far).likely[0, 1])
 
 
-def peaks(sure: float, least: float, foretold: float, most: float, trust: float = 1.0) -> Interval:
-    """Of one split on one device, in GiB; a fifth of all peaks is a surprise, and what is unknown spans 32 times."""
-    sizes = {"sure": sure, "least": least, "foretold": foretold, "most": most, "most_after_cache_flush": most}
-    bounds = {name: np.array([[size * GIB]]) for name, size in sizes.items()}
-    ratios = {"trust": trust, "surprise": 0.2, "least_part": 1 / 32}
-    return Interval(**bounds, **{name: np.array([[ratio]]) for name, ratio in ratios.items()})
-
-
-def smooth(chance: float) -> float:
-    return 3 * chance**2 - 2 * chance**3
-
-
-@pytest.mark.parametrize(
-    ("limit", "chance"),
-    [
-        (3.9, 0),
-        (2 + 8, 0.8 * (1 - 2 / 5)),  # a quarter of what is not known
-        (2 + 16, 0.8 * (1 - 1 / 5)),
-        (2 + 32, 0.8),
-        (2 + 32 + 4, 0.8 + 0.2 / 2),
-        (42, 1),
-        (np.inf, 1),
-    ],
-)
-def test_what_is_not_known_is_even_in_its_logarithm(limit: float, chance: float) -> None:
-    """2 GiB are sure and up to 32 are not: each halving takes a fifth of the chance; a surprise goes beyond, evenly."""
-    assert peaks(2, 4, 34, 42).chance_below(np.array([limit * GIB])) == pytest.approx([smooth(chance)])
-
-
-def test_while_every_size_raised_the_peak_chances_count_less() -> None:
-    """What is not known is mostly all of it then; what surely fits is as sure as ever."""
-    rising = peaks(2, 4, 34, 42, trust=RISING)
-    assert rising.chance_below(np.array([10 * GIB])) == pytest.approx([smooth(0.8 * RISING * 3 / 5)])
-    assert rising.chance_below(np.array([42 * GIB])) == [1]
-
-
-def test_what_is_known_exactly_stays_below_or_does_not() -> None:
-    """An interval of one point has no chance between 0 and 1."""
-    exact = peaks(8, 8, 8, 8)
-    assert exact.chance_below(np.array([8 * GIB])) == [1]
-    assert exact.chance_below(np.array([7.99 * GIB])) == [0]
-
-
-def test_the_device_with_the_least_chance_decides() -> None:
-    """All devices must stay below their limits."""
-    one, other = peaks(2, 4, 34, 42), peaks(1, 1, 2, 3)
-    both = Interval(**{name: np.hstack([getattr(one, name), getattr(other, name)]) for name in Interval.__slots__})
-    assert both.chance_below(np.array([18, 3]) * GIB) == one.chance_below(np.array([18 * GIB]))
-    assert both.chance_below(np.array([18, 0.5]) * GIB) == [0]
+def test_a_plane_that_let_run_what_ran_out_of_memory_is_given_up() -> None:
+    """Where memory jumps beyond what was measured, the plane told of smaller sizes alone."""
+    problem = job([card_memory(is_first=True), card_memory(total=420)], B=B)
+    ran = trials(problem, [even(B, 8, 2), even(B, 4, 2), split(B, 4, 4, 12)])
+    wanted = split(B, 3, 4, 18)
+    failed = JudgedTrial(
+        measurement=Measurement(split=split(B, 3, 2, 20), outcome=Outcome.OUT_OF_MEMORY), oom_devices=frozenset({1})
+    )
+    before, after = MemoryModel(ran, 2), MemoryModel([*ran, failed], 2)
+    assert np.isfinite(interval(before, wanted).likely[0, 1])
+    assert np.isinf(interval(after, wanted).likely[0, 1])

@@ -197,10 +197,14 @@ def test_models_that_were_wrong_are_tested_before_the_search_ends() -> None:
 
 
 def test_it_wants_less_with_less_optimism() -> None:
-    """Its optimism is a field, and so is the gain that is worth a trial."""
+    """Its optimism is a field, and so are the gain that is worth a trial, and the trials wanted in any case."""
     state = state_after(job(4, B=96), [even(96, 24, 4), even(96, 2, 4), even(96, 1, 4)])
     assert UpperConfidenceBound().propose(state) is not None
-    assert UpperConfidenceBound(deviations=0.0, min_gain=0.3).propose(state) is None
+    assert UpperConfidenceBound(deviations=0.0, min_gain=0.3, min_trials=3).propose(state) is None
+    early = UpperConfidenceBound(deviations=0.0, min_gain=0.3, min_trials=4).propose(state)
+    assert early is not None
+    assert early.kind == "improve"
+    assert UpperConfidenceBound(deviations=0.0, min_gain=0.3, min_trials=4, most_lost=-0.3).propose(state) is None
 
 
 def test_what_is_no_risk_surely_fits() -> None:

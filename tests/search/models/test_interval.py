@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from splittune.search.models.memory import CHANCE_BY_PLANE, RISING, Interval
+
+GIB = float(1024**3)
+
+
+def peaks(
+    sure: float, least: float, foretold: float, most: float, trust: float = 1.0, likely: float = np.inf
+) -> Interval:
+    """Of one split on one device, in GiB; a fifth of all peaks is a surprise, and what is unknown spans 32 times."""
+    sizes = {"sure": sure, "least": least, "foretold": foretold, "most": most, "most_after_cache_flush": most}
+    sizes["likely"] = likely
+    bounds = {name: np.array([[size * GIB]]) for name, size in sizes.items()}
+    ratios = {"trust": trust, "surprise": 0.2, "least_part": 1 / 32}
+    return Interval(**bounds, **{name: np.array([[ratio]]) for name, ratio in ratios.items()})
+
+
+def smooth(chance: float) -> float:
+    return 3 * chance**2 - 2 * chance**3
+
+
+@pytest.mark.parametrize(
+    ("limit", "chance"),
+    [
+        (3.9, 0),
+        (2 + 8, 0.8 * (1 - 2 / 5)),  # a quarter of what is not known
+        (2 + 16, 0.8 * (1 - 1 / 5)),
+        (2 + 32, 0.8),
+        (2 + 32 + 4, 0.8 + 0.2 / 2),
+        (42, 1),
+        (np.inf, 1),
+    ],
+)
+def test_what_is_not_known_is_even_in_its_logarithm(limit: float, chance: float) -> None:
+    """2 GiB are sure and up to 32 are not: each halving takes a fifth of the chance; a surprise goes beyond, evenly."""
+    assert peaks(2, 4, 34, 42).chance_below(np.array([limit * GIB])) == pytest.approx([smooth(chance)])
+
+
+def test_while_every_size_raised_the_peak_chances_count_less() -> None:
+    """What is not known is mostly all of it then; what surely fits is as sure as ever."""
+    rising = peaks(2, 4, 34, 42, trust=RISING)
+    assert rising.chance_below(np.array([10 * GIB])) == pytest.approx([smooth(0.8 * RISING * 3 / 5)])
+    assert rising.chance_below(np.array([42 * GIB])) == [1]
+
+
+def test_what_is_known_exactly_stays_below_or_does_not() -> None:
+    """An interval of one point has no chance between 0 and 1."""
+    exact = peaks(8, 8, 8, 8)
+    assert exact.chance_below(np.array([8 * GIB])) == [1]
+    assert exact.chance_below(np.array([7.99 * GIB])) == [0]
+
+
+def test_the_device_with_the_least_chance_decides() -> None:
+    """All devices must stay below their limits."""
+    one, other = peaks(2, 4, 34, 42), peaks(1, 1, 2, 3)
+    both = Interval(**{name: np.hstack([getattr(one, name), getattr(other, name)]) for name in Interval.__slots__})
+    assert both.chance_below(np.array([18, 3]) * GIB) == one.chance_below(np.array([18 * GIB]))
+    assert both.chance_below(np.array([18, 0.5]) * GIB) == [0]
+
+
+def test_where_a_plane_lets_a_split_run_it_likely_does() -> None:
+    """9 of 10 such planes are right, but for surprises; not where what is known for sure speaks against it."""
+    chance = 0.8 * CHANCE_BY_PLANE
+    assert peaks(2, 4, 34, 42, likely=9).chance_below(np.array([10 * GIB])) == pytest.approx([smooth(chance)])
+    assert peaks(2, 4, 34, 42, likely=11).chance_below(np.array([10 * GIB])) == pytest.approx([smooth(0.48)])
+    assert peaks(2, 4, 34, 42, likely=3).chance_below(np.array([3.9 * GIB])) == [0]
