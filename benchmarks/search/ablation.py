@@ -33,7 +33,7 @@ import pandas as pd
 from benchmarks.search.judge import GENERATORS, MAX_TRIALS, RESULTS, judged, seeds
 from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
-from splittune.search import find_best_split
+from splittune.search import find_best_split, study
 from splittune.search.models import hypothesis_fit, kinds
 from splittune.search.models.calibration import Calibration
 from splittune.search.models.envelope import Envelope
@@ -41,6 +41,7 @@ from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.hypothesis_fit import Fit
 from splittune.search.models.memory import MemoryModel
 from splittune.search.models.memory_readings import MemoryReadings
+from splittune.search.models.plane import Plane
 from splittune.search.models.step_time import TimeModel
 from splittune.search.policies.base import Policy, SearchState
 from splittune.search.policies.proposer import POLICIES
@@ -66,6 +67,8 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("GPU 0 beside replicas", MemoryModel, "_most_beside_replicas", lambda *asked: np.full(len(asked[1]), np.inf)),
     ("what a trial proved", MemoryReadings, "proven", lambda *asked: np.full(len(asked[2]), np.inf)),
     ("the least by chords", Envelope, "least", Envelope.sure),
+    ("a plane through the readings", Plane, "through", lambda _: None),
+    ("the time model's word on finalists", study, "foretold_s", lambda *_: {}),
 )
 
 

@@ -146,7 +146,9 @@ class _Search:
         def measure_again(split: BatchSplit, reason: str, turn: int) -> Measurement:
             return self._confirm_one(confirm, split, reason, f"{round_of}:{turn}")
 
-        confirmed = confirm_finalists(even_table(self.space).splits(), self.judged, measure_again, self._foretold())
+        confirmed = confirm_finalists(
+            even_table(self.space).splits(), self.judged, measure_again, foretold_s(self.space, self.judged)
+        )
         if confirmed.best is None:
             raise no_feasible_split(self.trials, stopped, self.demands)
         return SearchResult(
@@ -156,15 +158,6 @@ class _Search:
             stopped=stopped,
             warnings=self.sampler.warnings(self.judged),
         )
-
-    def _foretold(self) -> dict[BatchSplit, float]:
-        """Seconds a step of the splits that fit, as the time model says that has seen all trials."""
-        fitting = [trial.split for trial in self.judged if trial.fits]
-        if not fitting:
-            return {}
-        table = SplitTable.of(fitting)
-        told = TimeModel(self.judged, kinds_of(self.space, self.judged)).predict(table.steps, table.shards)
-        return dict(zip(fitting, np.exp(told.log_s).tolist(), strict=True))
 
     def _search_one(self, measure: Measure) -> None:
         trial = self.study.ask(distributions_of(self.space))
@@ -234,3 +227,13 @@ class _Search:
         self.trials.append(trial)
         if self.on_trial is not None:
             self.on_trial(trial)
+
+
+def foretold_s(space: SplitSpace, trials: Sequence[JudgedTrial]) -> dict[BatchSplit, float]:
+    """Seconds a step of the splits that fit, as the time model says that has seen all trials."""
+    fitting = [trial.split for trial in trials if trial.fits]
+    if not fitting:
+        return {}
+    table = SplitTable.of(fitting)
+    told = TimeModel(trials, kinds_of(space, trials)).predict(table.steps, table.shards)
+    return dict(zip(fitting, np.exp(told.log_s).tolist(), strict=True))
