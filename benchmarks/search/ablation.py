@@ -1,6 +1,6 @@
 """What each rule and each number of the search is worth: every one left out, or changed, in turn.
 
-    python -m benchmarks.search.ablation [--problems 250] [--only NAME] [--change 'left out'] [--out DIR]
+    python -m benchmarks.search.ablation [--problems 250] [--only NAME ...] [--change 'left out'] [--out DIR]
 
 A policy is left out, and a part of a model is replaced by what is left without it. A number, of a
 policy or of a module of the search, is taken as nothing, halved and doubled; a true or false is turned
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--generators", nargs="+", choices=list(GENERATORS), default=list(GENERATORS))
-    parser.add_argument("--only", default="", help="variants whose names begin so")
+    parser.add_argument("--only", nargs="+", default=[""], help="variants whose names begin so")
     parser.add_argument("--change", choices=["left out", "turned round", *FACTORS], help="this change alone")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="searches at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [
         place
         for place, one in enumerate(_variants())
-        if not place or (one.name.startswith(chosen.only) and chosen.change in (None, one.change))
+        if not place or (one.name.startswith(tuple(chosen.only)) and chosen.change in (None, one.change))
     ]
     table: list[dict[str, Any]] = []
     itself = pd.DataFrame()
