@@ -48,8 +48,8 @@ class UpperConfidenceBound:
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %.
     Larger: more trials before the search ends."""
     min_trials: int = 6
-    """A choice, well below the trials that half of all searches take. Larger: more trials where models fitted at
-    once; searches that ended far behind the best mostly had had three or four."""
+    """A choice: half of all searches take as many anyway, and those that ended far behind the best mostly had had three
+    or four. Larger: more trials where models fitted at once."""
     most_lost: float = 0.1
     """In logarithms of time. A choice: what is further behind, by all that is known, tells nothing of the best."""
 
