@@ -42,13 +42,14 @@ class Plane:
         sizes, num_bytes = points.sizes[order], points.num_bytes[order]
         for first in range(len(sizes)):
             rows = np.column_stack([np.ones(len(sizes) - first), sizes[first:]])
-            scaled = rows / np.maximum(rows.max(axis=0), 1.0)
+            scale = np.maximum(rows.max(axis=0), 1.0)
+            scaled = rows / scale
             if len(np.unique(rows, axis=0)) < max(FEWEST, np.linalg.matrix_rank(scaled)):
                 return None
             relative = scaled / num_bytes[first:, None]
             solution, _ = nnls(relative, np.ones(len(relative)))
             if np.abs(relative @ solution - 1).max() <= TOLERANCE:
-                return cls(solution / np.maximum(rows.max(axis=0), 1.0), sizes[first:].max(axis=0))
+                return cls(solution / scale, sizes[first:].max(axis=0))
         return None
 
     @property

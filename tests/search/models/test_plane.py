@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from splittune.search.models.envelope import Points
@@ -24,8 +24,7 @@ def test_it_goes_on_as_the_readings_did(
     """Whatever the plane, it is found from any four readings on it, whose sizes differ in both, and holds to
     `FARTHEST`, on the ray of the largest."""
     rows = [(float(s), float(m), fixed + beta * s + omega * m) for s, m in sizes]
-    if np.linalg.matrix_rank(np.array([(1, s, m) for s, m, _ in rows])) < 3:
-        return
+    assume(np.linalg.matrix_rank(np.array([(1, s, m) for s, m, _ in rows])) == 3)
     largest = max(rows, key=lambda row: row[2])[:2]
     wanted = largest[0] * further, largest[1] * further
     foretold = told(rows, wanted)
