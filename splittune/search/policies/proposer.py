@@ -22,8 +22,8 @@ POLICIES: tuple[Policy, ...] = (
     StartSmall(),
     FindBaseline(min_fewer_steps=0.2, min_gain=0.05),  # in large strides, while they promise speed
     TellApart(),
-    FindBaseline(min_fewer_steps=0.05),  # what the result is compared with
     UpperConfidenceBound(),
+    FindBaseline(min_fewer_steps=0.05),  # what the result is compared with
     SmallestLeft(),
 )
 

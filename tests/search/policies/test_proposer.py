@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.policies.base import Policy, Proposal, ProposalKind, SearchState
-from splittune.search.policies.proposer import Proposer, propose
+from splittune.search.policies.proposer import POLICIES, Proposer, propose
 from tests.search.jobs import JOBS
 from tests.search.policies.story import search, state_after
 from tests.search.problem import Job, card_memory, even, job, trial
@@ -81,6 +81,21 @@ def test_no_proposal_is_illegal_or_was_measured(drawn: tuple[Job, int]) -> None:
         assert proposal.split not in [one.split for one in trials]
         trials.append(trial(problem, proposal.split, problem.min_headroom_bytes))
     assert trials
+
+
+def test_the_baseline_is_found_exactly_once_no_other_split_is_worth_a_trial() -> None:
+    """Where both want a trial the faster split comes first: a baseline at a step fewer changes what is compared, no
+    more."""
+    problem = JOBS["outputs on GPU 0"]()
+    *_, improve, baseline, _ = POLICIES
+    wanted: list[tuple[ProposalKind | None, ProposalKind | None, ProposalKind]] = []
+    trials: list[JudgedTrial] = []
+    for proposal in search(problem)[0]:
+        state = state_after(problem, trials)
+        told = [own and own.kind for own in (improve.propose(state), baseline.propose(state))]
+        wanted.append((told[0], told[1], proposal.kind))
+        trials.append(trial(problem, proposal.split, problem.min_headroom_bytes))
+    assert ("improve", "baseline", "improve") in wanted
 
 
 def test_a_crash_is_left_alone() -> None:
