@@ -39,9 +39,7 @@ from splittune.search.models.calibration import Calibration
 from splittune.search.models.envelope import Envelope
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.hypothesis_fit import Fit
-from splittune.search.models.memory import MemoryModel
 from splittune.search.models.memory_readings import MemoryReadings
-from splittune.search.models.plane import Plane
 from splittune.search.models.step_time import TimeModel
 from splittune.search.policies.base import Policy, SearchState
 from splittune.search.policies.proposer import POLICIES
@@ -64,10 +62,8 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("kinds that took as long", kinds, "grouped", lambda found, _: [(one,) for one in found]),
     ("distance to OOMs", SearchState, "distance_to_ooms", lambda _, table: np.ones(len(table))),
     ("the number of OOMs", SearchState, "num_ooms", 0),
-    ("GPU 0 beside replicas", MemoryModel, "_most_beside_replicas", lambda *asked: np.full(len(asked[1]), np.inf)),
     ("what a trial proved", MemoryReadings, "proven", lambda *asked: np.full(len(asked[2]), np.inf)),
     ("the least by chords", Envelope, "least", Envelope.sure),
-    ("a plane through the readings", Plane, "through", lambda _: None),
     ("the time model's word on finalists", study, "foretold_s", lambda *_: {}),
 )
 

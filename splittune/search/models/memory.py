@@ -19,7 +19,6 @@ from splittune.search.models.memory_readings import (
     MemoryReadings,
     size_of,
 )
-from splittune.search.models.plane import Plane
 from splittune.split import BatchSplit
 
 # Slopes of two devices agree to this part: a sample makes the same tensors on each, but kernels take
@@ -51,9 +50,6 @@ FIRST_TRIALS = 5
 LEAST_PART = 1 / 32
 # While every size raised the peak, what is not known is mostly all of it: chances count by this. A choice.
 RISING = 0.5
-# What a plane through the readings keeps within the limit keeps within it so often at least, see `plane.FARTHEST`. A
-# choice. Smaller, and fewer risks are taken that would have run.
-CHANCE_BY_PLANE = 0.9
 # A model that does not fit is told where a device was filled to more than this part. A choice: on
 # emptier devices it decides nothing.
 FULL_ENOUGH = 0.25
@@ -78,15 +74,12 @@ class Interval:
     """How often a peak exceeds `foretold`."""
     least_part: FloatArray
     """Of what is not known, which lies between `sure` and `foretold`, the part that it takes at least."""
-    likely: FloatArray
-    """As the `Plane` through the readings says; infinite where there is none, or too far away."""
 
     def chance_below(self, limits: FloatArray) -> FloatArray:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.
 
         The logarithm of what is not known is even between `least_part` of the most that it can be and all
-        of it; from `SLACK` below the most it rises to 1, and where `likely` keeps within the limit to
-        `CHANCE_BY_PLANE` at least; `surprise` goes beyond, evenly up to `most`. Such
+        of it; from `SLACK` below the most it rises to 1; `surprise` goes beyond, evenly up to `most`. Such
         chances were too low above a half and too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
         Counted on 172 risks of 630 problems: of those said to run with 10 to 40, 40 to 80 and 80 to 99 %, 51, 80
         and 87 % did. Worked: 2 GiB that surely grow and up to 32 more, within a limit of 10, with a margin up to 42
@@ -97,7 +90,6 @@ class Interval:
         within = self.trust * np.clip(1 - parts, 0.0, 1.0)
         nearly = np.clip(1 - (self.foretold - limits) / np.maximum(SLACK * self.foretold, 1.0), 0.0, 1.0)
         within += (1 - within) * nearly
-        within = np.where(self.likely <= limits, np.maximum(within, CHANCE_BY_PLANE), within)
         within = np.where(limits < self.least, 0.0, within)
         beyond = np.clip((limits - self.foretold) / np.maximum(self.most - self.foretold, 1.0), 0.0, 1.0)
         chances = (1 - self.surprise) * within + self.surprise * beyond
@@ -144,8 +136,6 @@ class MemoryModel:
         """By device, and whether steps accumulate."""
         self._least_parts: dict[tuple[int, bool], float] = {}
         """As `_envelopes`: see `Interval.least_part`."""
-        self._planes: dict[tuple[int, bool], Plane | None] = {}
-        """As `_envelopes`; None where no plane explains the readings, or something speaks against it."""
         self.observe(trials)
 
     def observe(self, trials: Iterable[JudgedTrial]) -> None:
@@ -206,7 +196,7 @@ class MemoryModel:
         return Interval(**dict(zip(names, told, strict=True)))
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
-        """(9, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
+        """(8, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
         envelope, overhead = self._envelopes[device, accumulates], self._overheads[device]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
         most = np.minimum(held + self.margin * unseen, self._readings.proven(device, sizes, accumulates))
@@ -218,41 +208,24 @@ class MemoryModel:
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
         least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each
         idle = (sizes[:, 0] == 0) & (device > 0)
-        likely = self._likely(self._planes[device, accumulates], device, sizes)
-        told = np.stack([sure, least, np.minimum(held, most), most, flushed, trust, surprise, least_part, likely])
+        told = np.stack([sure, least, np.minimum(held, most), most, flushed, trust, surprise, least_part])
         return np.where(idle, 0.0, told)
-
-    def _likely(self, plane: Plane | None, device: int, sizes: FloatArray) -> FloatArray:
-        """(N,) the reserved bytes that a plane through the live ones lets expect; infinite without one."""
-        live = np.full(len(sizes), np.inf) if plane is None else plane(sizes)
-        live = np.maximum(live, self._readings.update_bytes(device))
-        is_known = np.isfinite(live)
-        return np.where(is_known, live + self._overheads[device].most(np.where(is_known, live, 0.0)), np.inf)
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
         overhead, envelope = self._overheads[device], self._envelopes[device, accumulates]
         live = envelope.most(sizes)
-        if device == 0 and self._n > 1:
-            live = np.maximum(np.minimum(live, self._most_beside_replicas(sizes, accumulates)), envelope.least(sizes))
         live = np.maximum(live, self._readings.update_bytes(device))
         held = live + overhead.most(live)
         unseen = held - self._readings.seen(device, sizes)
         return held, live + overhead.after_flush(live), np.maximum(unseen, np.maximum(REACH * held, QUANTUM_BYTES))
-
-    def _most_beside_replicas(self, sizes: FloatArray, accumulates: bool) -> FloatArray:
-        """(N,) the most live bytes of GPU 0: it works on its share as replicas do, or the share does not count."""
-        own, replica = self._envelopes[0, accumulates], self._envelopes[1, accumulates]
-        grown = replica.most(sizes * [1.0, 0.0]) - replica.rest
-        working = own.rest + grown + own.corners[:, 2].max() * sizes[:, 1]
-        return np.asarray(np.maximum(working, own.most(sizes * [0.0, 1.0])))
 
     # --- fitting ---------------------------------------------------------------------------------
 
     def _fit(self) -> None:
         readings = self._readings
         self._overheads = [readings.allocator_overhead(self.alike(device)) for device in range(self._n)]
-        self._envelopes, self._least_parts, self._planes = {}, {}, {}
+        self._envelopes, self._least_parts = {}, {}
         least_slope, most_slope = 0.0, np.inf
         groups = [group for group in readings.same_memory_groups() if readings.readings(group[0])]
         for group in [*groups, (0,)]:
@@ -269,7 +242,6 @@ class MemoryModel:
             likest = next((other for other in known if totals[other] == totals[device]), known[0])
             for accumulates in (False, True):
                 self._envelopes.setdefault((device, accumulates), self._envelopes[likest, accumulates])
-        self._planes = {(i, kind): self._plane(i, kind) for i in range(self._n) for kind in (False, True)}
         self._least_parts = {(i, kind): self._least_part(i, kind) for i in range(self._n) for kind in (False, True)}
 
     def _fit_group(self, devices: tuple[int, ...], accumulates: bool, slopes: tuple[float, float]) -> Envelope:
@@ -291,20 +263,6 @@ class MemoryModel:
             ):
                 at_most += [(0.0, 0.0, without_samples)]
         return Envelope.through(Points.of(at_most), Points.of(at_least), rest, slopes)
-
-    def _plane(self, device: int, accumulates: bool) -> Plane | None:
-        """The plane through the readings of a device and those alike, in steps of one kind.
-
-        None as well where it grows less than surely is known, for then it is another phase's than the one that
-        grows with the share, and where it would have let something run that ran out of memory.
-        """
-        readings = [reading for one in self.alike(device) for reading in self._readings.readings(one)]
-        same = [(*r.size, float(r.peak_bytes)) for r in readings if r.accumulates == accumulates]
-        plane, (least_slope, _) = Plane.through(Points.of(same)), self._envelopes[device, accumulates].slopes
-        if plane is None or plane.slope < (1 - SLOPE_TOLERANCE) * least_slope:
-            return None
-        failed = np.array(self._readings.oom_sizes(device, accumulates), dtype=float).reshape(-1, 2)
-        return None if (self._likely(plane, device, failed) <= self.budget_bytes[device]).any() else plane
 
     def _least_part(self, device: int, accumulates: bool) -> float:
         """The part of what is not known that failures of the device have shown; at least `LEAST_PART`."""

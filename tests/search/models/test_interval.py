@@ -3,17 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splittune.search.models.memory import CHANCE_BY_PLANE, RISING, Interval
+from splittune.search.models.memory import RISING, Interval
 
 GIB = float(1024**3)
 
 
-def peaks(
-    sure: float, least: float, foretold: float, most: float, trust: float = 1.0, likely: float = np.inf
-) -> Interval:
+def peaks(sure: float, least: float, foretold: float, most: float, trust: float = 1.0) -> Interval:
     """Of one split on one device, in GiB; a fifth of all peaks is a surprise, and what is unknown spans 32 times."""
     sizes = {"sure": sure, "least": least, "foretold": foretold, "most": most, "most_after_cache_flush": most}
-    sizes["likely"] = likely
     bounds = {name: np.array([[size * GIB]]) for name, size in sizes.items()}
     ratios = {"trust": trust, "surprise": 0.2, "least_part": 1 / 32}
     return Interval(**bounds, **{name: np.array([[ratio]]) for name, ratio in ratios.items()})
@@ -60,11 +57,3 @@ def test_the_device_with_the_least_chance_decides() -> None:
     both = Interval(**{name: np.hstack([getattr(one, name), getattr(other, name)]) for name in Interval.__slots__})
     assert both.chance_below(np.array([18, 3]) * GIB) == one.chance_below(np.array([18 * GIB]))
     assert both.chance_below(np.array([18, 0.5]) * GIB) == [0]
-
-
-def test_where_a_plane_lets_a_split_run_it_likely_does() -> None:
-    """9 of 10 such planes are right, but for surprises; not where what is known for sure speaks against it."""
-    chance = 0.8 * CHANCE_BY_PLANE
-    assert peaks(2, 4, 34, 42, likely=9).chance_below(np.array([10 * GIB])) == pytest.approx([smooth(chance)])
-    assert peaks(2, 4, 34, 42, likely=11).chance_below(np.array([10 * GIB])) == pytest.approx([smooth(0.48)])
-    assert peaks(2, 4, 34, 42, likely=3).chance_below(np.array([3.9 * GIB])) == [0]

@@ -420,28 +420,3 @@ def test_a_replica_that_never_had_a_share_is_taken_to_be_like_gpu0() -> None:
     told = interval(model, split(B, 8, 0, 8), split(B, 8, 8, 0))
     assert (told.foretold[0, 1] >= truth_of(problem, [split(B, 8, 0, 8)])[0, 1]).all()
     assert told.foretold[0, 1] <= told.foretold[1, 0] * 1.01
-
-
-def test_what_a_plane_lets_run_likely_runs() -> None:
-    """GPU 1 holds 340, 380 and 420 MiB with 4, 8 and 12 samples: a line, which says 480 MiB for 18 of them, though
-    another phase may grow in proportion. Of 32 samples it says nothing."""
-    problem = job([card_memory(is_first=True), card_memory(workspace=100, total=520)], B=B)
-    tried, near, far = [even(B, 8, 2), even(B, 4, 2), split(B, 4, 4, 12)], split(B, 3, 4, 18), even(B, 1, 2)
-    two, three = MemoryModel(trials(problem, tried[:2]), 2), MemoryModel(trials(problem, tried), 2)
-    chances = [float(interval(model, near).chance_below(model.budget_bytes)[0]) for model in (two, three)]
-    assert chances[0] < 0.7 < chances[1] < 1
-    assert interval(three, near).likely[0, 1] == pytest.approx(truth_of(problem, [near])[0, 1], rel=0.05)
-    assert np.isinf(interval(three, far).likely[0, 1])
-
-
-def test_a_plane_that_let_run_what_ran_out_of_memory_is_given_up() -> None:
-    """Where memory jumps beyond what was measured, the plane told of smaller sizes alone."""
-    problem = job([card_memory(is_first=True), card_memory(total=420)], B=B)
-    ran = trials(problem, [even(B, 8, 2), even(B, 4, 2), split(B, 4, 4, 12)])
-    wanted = split(B, 3, 4, 18)
-    failed = JudgedTrial(
-        measurement=Measurement(split=split(B, 3, 2, 20), outcome=Outcome.OUT_OF_MEMORY), oom_devices=frozenset({1})
-    )
-    before, after = MemoryModel(ran, 2), MemoryModel([*ran, failed], 2)
-    assert np.isfinite(interval(before, wanted).likely[0, 1])
-    assert np.isinf(interval(after, wanted).likely[0, 1])
