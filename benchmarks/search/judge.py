@@ -142,7 +142,8 @@ def judged(generator: str, seed: int, name: str, search: Callable[[Problem], Bat
     runs = [problem.runs(tried) for tried in problem.measured]
     first_that_ran = runs.index(True) if True in runs else len(runs)
     space = problem.space()
-    evens = {tried: problem.throughput(tried) for tried in problem.measured if tried in set(space.even_splits())}
+    even_splits = set(space.even_splits())
+    evens = {tried: problem.throughput(tried) for tried in problem.measured if tried in even_splits}
     found = 0.0 if split is None else problem.throughput(split)
     best_even = max((speed for tried, speed in evens.items() if problem.fits(tried)), default=0.0)
     return {

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar, nnls
 
 from splittune.search.arrays import FloatArray
+from splittune.search.models.cost_fit import fit_costs
 from splittune.search.models.curves import Curve, fit_curve
 from splittune.search.models.groups import grouped
-from splittune.search.models.hypotheses import Hypothesis, StepCosts
+from splittune.search.models.hypotheses import Hypothesis
+from splittune.search.models.kinds import kind_alone
 from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
 
 Weighed = tuple[float, Hypothesis]  # a log posterior, but for a constant, and its hypothesis
@@ -33,6 +35,9 @@ FINER_RATIOS = (3 ** (1 / 6), 3 ** (1 / 12))
 MOST_RATIOS = 12
 # What a ratio lacks in log prior, for its squared logarithm: devices mostly are alike. A choice.
 RATIO_PENALTY = 0.5
+# What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: from there
+# ratios are only sought.
+FLOORS = tuple(np.linspace(0.0, 0.9, 10))
 # Hypotheses are compared as if the noise were at least this: none is exactly true, so small
 # residuals must not decide. A choice. Larger, and more hypotheses are averaged.
 MIXING_NOISE = 0.03
@@ -56,9 +61,6 @@ LEAST_VARIATION = 0.02
 OWN_CURVES = 3
 # What a hypothesis with a curve for each kind lacks in log prior. A choice: it has more coefficients.
 OWN_CURVES_PENALTY = 1.0
-# The relative error of a micro-step's own time counts so much beside that of a whole step. A choice: enough to tell
-# apart what whole steps leave open, and too little to outweigh them.
-MICRO_STEP_WEIGHT = 0.1
 # A divisor in place of 0 seconds.
 LEAST_SECONDS = 1e-12
 
@@ -92,11 +94,11 @@ class Fit:
     def _of_busy_times(self, busy_s: FloatArray, gpu0_per_sample_s: float = 0.0) -> list[Weighed]:
         def of(curves: tuple[Curve, ...], log_prior: float = 0.0) -> list[Weighed]:
             """What further devices cost may grow with their samples or not: of few trials both are as likely."""
-            linked = self._with_costs(curves, gpu0_per_sample_s)
-            if not any(linked.costs.per_gathered_sample_s):
-                return [self._weighed(linked, log_prior)]
-            unlinked = self._with_costs(curves, gpu0_per_sample_s, with_links=False)
-            return [self._weighed(told, log_prior - np.log(2)) for told in (linked, unlinked)]
+            linked = self._weighed(curves, log_prior, gpu0_per_sample_s)
+            if not any(linked[1].costs.per_gathered_sample_s):
+                return [linked]
+            unlinked = self._weighed(curves, log_prior, gpu0_per_sample_s, with_links=False)
+            return [(log_posterior - np.log(2), told) for log_posterior, told in (linked, unlinked)]
 
         plain = self._curves_of_busy_devices(busy_s, tile=1)
         weighed = of(plain)
@@ -136,26 +138,44 @@ class Fit:
     def from_whole_steps(self) -> list[Weighed]:
         """A single curve, the shares of each kind of device at several ratios; also with tiles.
 
-        Ratios are found kind after kind, each at the likeliest of the others, and once more from
-        there where there are several kinds. Tiles are tried at the likeliest.
+        Ratios are sought kind after kind, each beside the others' likeliest, and once more from there where there
+        are several kinds. They begin with equal ones or with those that each kind alone tells, whichever is likelier.
+        Tiles are tried at the likeliest.
         """
-        kinds = self._kinds_of_unknown_speed()
-        weighed: list[Weighed] = []
-        likeliest = np.ones(self.trials.num_devices)
-        for _ in range(min(len(kinds), 2)):
+        equal, kinds = np.ones(self.trials.num_devices), self._kinds_of_unknown_speed()
+        weighed = [self._at(ratios) for ratios in (equal, *self._ratios_alone())]
+        for _ in kinds[:2]:
+            ratios = _ratios(_likeliest(weighed))
             for kind in kinds:
-                own = self._at_ratios_of(kind, likeliest)
+                own = self._at_ratios_of(kind, ratios)
                 weighed += own
-                likeliest = np.array([curve.ratio for curve in _likeliest(own).curves])
-        if not kinds:  # a single device
-            weighed = [self._weighed(self._with_costs(self._single_curve(likeliest)))]
+                ratios = _ratios(_likeliest(own))
+        likeliest = _ratios(_likeliest(weighed))
         weighed += self._with_own_curves(_likeliest(weighed))
-        for ratios in {tuple(likeliest), (1.0,) * self.trials.num_devices}:
-            tiled = [self._single_curve(np.array(ratios), tile) for tile in self._tiles()]
-            weighed += [
-                self._weighed(self._with_costs(curves), -TILE_PENALTY) for curves in tiled if curves[0].tile > 1
-            ]
+        for tried in {tuple(likeliest), tuple(equal)}:
+            tiled = [self._single_curve(np.array(tried), tile) for tile in self._tiles()]
+            weighed += [self._weighed(curves, -TILE_PENALTY) for curves in tiled if curves[0].tile > 1]
         return weighed
+
+    def _ratios_alone(self) -> list[FloatArray]:
+        """Ratios, (n,), by what each kind took alone: one for each of `FLOORS`; none where not two of them were.
+
+        Of a micro-step alone, t, a part c is constant, so a sample takes ``(t - c) / s``. Nothing tells c: worked,
+        20 ms and 35 ms for 10 samples are a ratio of 1.75 with a c of 0, and of 2.5 with 10 ms. It is 1 for a kind
+        that was not alone.
+        """
+        trials, kinds = self.trials, np.array(self.trials.kinds)
+        alone = np.array([kind_alone(shards, trials.kinds) for shards in trials.shards.tolist()], dtype=float)
+        largest = trials.shards.max(axis=1)
+        times, sizes = np.full((2, trials.num_devices), np.nan)
+        told = set(alone[~np.isnan(alone)].tolist())
+        for kind in told:
+            row = np.where(alone == kind, largest, 0.0).argmax()
+            times[kinds == kind], sizes[kinds == kind] = trials.micro_step_s[row], largest[row]
+        if len(told) < 2:
+            return []
+        samples_s = [(times - part * np.nanmin(times)) / sizes for part in FLOORS]
+        return [np.nan_to_num(seconds / np.nanmin(seconds), nan=1.0) for seconds in samples_s]
 
     def _with_own_curves(self, start: Hypothesis) -> list[Weighed]:
         """A curve for each kind of device, through the trials that it was the slowest of; also with tiles.
@@ -170,7 +190,7 @@ class Fit:
             if tile > 1 and all(curve.tile == 1 for curve in curves):
                 continue
             penalty = OWN_CURVES_PENALTY + (TILE_PENALTY if tile > 1 else 0.0)
-            weighed.append(self._weighed(self._with_costs(curves), -penalty))
+            weighed.append(self._weighed(curves, -penalty))
             hypothesis = weighed[-1][1] if tile == 1 else hypothesis
         return weighed
 
@@ -188,13 +208,16 @@ class Fit:
                 curves = [curve if kinds[i] == kind else old for i, old in enumerate(curves)]
         return tuple(curves)
 
+    def _at(self, ratios: FloatArray) -> Weighed:
+        """With a single curve for all, at these ratios, (n,)."""
+        prior = -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum())
+        return self._weighed(self._single_curve(ratios), prior)
+
     def _at_ratios_of(self, kind: NDArray[np.bool_], others: FloatArray) -> list[Weighed]:
         """One hypothesis for each ratio of the devices `kind`, (n,), beside the ratios of the `others`, (n,)."""
 
         def at(ratio: float) -> Weighed:
-            ratios = np.where(kind, ratio, others)
-            prior = -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum())
-            return self._weighed(self._with_costs(self._single_curve(ratios)), prior)
+            return self._at(np.where(kind, ratio, others))
 
         def likeliest() -> float:
             return _likeliest(weighed).curves[int(kind.argmax())].ratio
@@ -212,20 +235,30 @@ class Fit:
         )
         return [*weighed, at(float(np.exp(found.x)))]
 
-    def _weighed(self, hypothesis: Hypothesis, log_prior: float = 0.0) -> Weighed:
-        return log_prior + self._log_likelihood(hypothesis), hypothesis
-
-    def _log_likelihood(self, hypothesis: Hypothesis) -> float:
-        """Of the trials' step times and, where known, busy times; but for a constant."""
+    def _weighed(
+        self,
+        curves: tuple[Curve, ...],
+        log_prior: float = 0.0,
+        gpu0_per_sample_s: float = 0.0,
+        *,
+        with_links: bool = True,
+    ) -> Weighed:
+        """The hypothesis of these curves with the costs that fit them best, weighed by what trials took."""
         trials = self.trials
-        which, slowest_s = hypothesis.slowest(trials.shards)
-        predicted = hypothesis.step_s(trials.counts, slowest_s)
-        deviations = hypothesis.of_slowest(trials.shards, which, Curve.deviation)
-        residual = np.log(predicted) - trials.log_step_s + deviations
+        plain = Hypothesis(
+            curves=curves,
+            most_host_s_per_device=float((trials.micro_step_s / trials.counts.active_devices).min()),
+            gpu0_per_sample_s=gpu0_per_sample_s,
+            tells_busy=trials.tells_busy,
+        )
+        which, slowest_s = plain.slowest(trials.shards)
+        told = self._with_costs(plain, slowest_s, with_links)
+        residual = np.log(told.step_s(trials.counts, slowest_s)) - trials.log_step_s
+        residual = residual + told.of_slowest(trials.shards, which, Curve.deviation)
         if trials.tells_busy:
-            curves = {id(curve): curve for curve in hypothesis.curves}.values()
-            residual = np.concatenate([residual, *(curve.deviations for curve in curves)])
-        return -float((residual**2).sum()) / (2 * max(trials.noise, MIXING_NOISE) ** 2)
+            different = {id(curve): curve for curve in curves}.values()
+            residual = np.concatenate([residual, *(curve.deviations for curve in different)])
+        return log_prior - float((residual**2).sum()) / (2 * max(trials.noise, MIXING_NOISE) ** 2), told
 
     # --- curves ----------------------------------------------------------------------------------
 
@@ -254,14 +287,18 @@ class Fit:
         return np.asarray(np.minimum(further_s * (active - 1.0), MOST_OVERHEAD * micro_s))
 
     def _kinds_of_unknown_speed(self) -> list[NDArray[np.bool_]]:
-        """Which devices may differ from the commonest kind, (n,) for each: GPU 0, and each other kind."""
+        """Which devices may differ from the commonest kind, (n,) for each: GPU 0, each size of memory, each other kind.
+
+        Cards of one model have as much memory, so where kinds were not told apart they likely are of one speed.
+        """
         kinds = np.array(self.trials.kinds)
         if len(kinds) == 1:
             return []
-        alone, others = np.arange(len(kinds)) == 0, kinds[1:].tolist()
-        rarer = sorted(set(others), key=lambda kind: -others.count(kind))[1:]
-        masks = [kinds == kind for kind in rarer]
-        return [alone, *(mask for mask in masks if (mask != alone).any())]
+        masks = [np.arange(len(kinds)) == 0]
+        for numbers in (np.array(self.trials.totals), kinds):
+            others = numbers[1:].tolist()
+            masks += [numbers == kind for kind in sorted(set(others), key=lambda kind: -others.count(kind))[1:]]
+        return [mask for place, mask in enumerate(masks) if not any((mask == other).all() for other in masks[:place])]
 
     def _curves_of_busy_devices(self, busy_s: FloatArray, tile: int) -> tuple[Curve, ...]:
         """A curve for each device: one for all of a speed, a borrowed one before any share."""
@@ -301,66 +338,24 @@ class Fit:
 
     # --- costs -----------------------------------------------------------------------------------
 
-    def _with_costs(
-        self, curves: tuple[Curve, ...], gpu0_per_sample_s: float = 0.0, *, with_links: bool = True
-    ) -> Hypothesis:
-        """The hypothesis of these curves: its costs; the host's seconds if they explain much."""
-        trials, active = self.trials, self.trials.counts.active_devices
-        most_s = float((trials.micro_step_s / active).min())
-        plain = Hypothesis(
-            curves=curves,
-            most_host_s_per_device=most_s,
-            gpu0_per_sample_s=gpu0_per_sample_s,
-            tells_busy=trials.tells_busy,
-        )
-        _, slowest_s = plain.slowest(trials.shards)
-        costs, error = self._costs_beside(slowest_s, with_links)
+    def _with_costs(self, plain: Hypothesis, slowest_s: FloatArray, with_links: bool) -> Hypothesis:
+        """The same with its costs, and with the host's seconds where these explain much."""
+        trials, most_s = self.trials, plain.most_host_s_per_device
+        costs, error = fit_costs(trials, slowest_s, with_links=with_links)
         best = replace(plain, costs=costs)
         if not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
             return best
         least = HOST_GAIN * error
         for share in HOST_SHARES:
-            costs, error = self._costs_beside(np.maximum(slowest_s, share * most_s * active), with_links)
+            waiting_s = share * most_s * trials.counts.active_devices
+            costs, error = fit_costs(trials, np.maximum(slowest_s, waiting_s), with_links=with_links)
             if error < least:
                 best, least = replace(plain, costs=costs, host_s_per_device=share * most_s), error
         return best
 
-    def _costs_beside(self, slowest_s: FloatArray, with_links: bool) -> tuple[StepCosts, float]:
-        """Costs beside the slowest devices' seconds, and the squared relative error left."""
-        trials, step_s = self.trials, np.exp(self.trials.log_step_s)
-        links = self._kinds_of_link() if with_links else np.zeros((1, trials.num_devices))
-        matrix = np.column_stack([trials.counts.matrix, trials.counts.samples @ links.T])
-        rows = matrix / step_s[:, None]
-        # a micro-step pays for neither update nor reduce: without its own time few trials do not tell these apart
-        micro_s, of_micro_step = trials.micro_step_s, matrix / trials.steps[:, None] * [1, 1, 0, 0, *[1] * len(links)]
-        weights = MICRO_STEP_WEIGHT * trials.tells_micro_steps / micro_s
-        costs, _ = nnls(
-            np.concatenate([rows, of_micro_step * weights[:, None]]),
-            np.concatenate(
-                [
-                    np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s,
-                    np.maximum(micro_s - slowest_s, 0.0) * weights,
-                ]
-            ),
-        )
-        predicted = trials.steps * slowest_s / step_s + rows @ costs
-        c, h, u, r, *of_links = costs.tolist()
-        gathered_s = tuple((np.array(of_links) @ links).tolist())
-        fitted = StepCosts(
-            per_micro_step_s=c, per_device_s=h, per_step_s=u, per_reduce_s=r, per_gathered_sample_s=gathered_s
-        )
-        return fitted, float((np.log(predicted) ** 2).sum())
 
-    def _kinds_of_link(self) -> FloatArray:
-        """(K, n) 1 for the devices of each of K kinds, 0 for the others; GPU 0 is of none.
-
-        Without busy times nothing tells a slow link from a slow device: one kind is that of all, GPU 0 included.
-        """
-        totals = np.array(self.trials.totals)
-        if not self.trials.tells_busy:
-            return np.ones((1, len(totals)))
-        kinds = np.unique(totals[1:])[:, None]
-        return np.asarray((totals == kinds) & (np.arange(len(totals)) > 0), dtype=float)
+def _ratios(hypothesis: Hypothesis) -> FloatArray:
+    return np.array([curve.ratio for curve in hypothesis.curves])
 
 
 def _likeliest(weighed: Iterable[Weighed]) -> Hypothesis:

@@ -165,6 +165,29 @@ def test_without_busy_times_cards_of_gpu0s_memory_may_share_its_speed() -> None:
     assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
 
 
+def test_without_busy_times_what_each_kind_took_alone_tells_their_speeds() -> None:
+    """Five kinds with a sixth to the whole of one's speed: found one after the other, from equal ones, they would end
+    40 % off; what each took alone, less what is constant, begins near them."""
+    times = [CardTime(launch_s=0.0, sample_s=0.002 * ratio) for ratio in (1, 6, 4, 6, 2)]
+    memories = [card_memory(is_first=i == 0, total=(i + 1) * 10**6) for i in range(5)]
+    problem = job(memories, B=B, times=times, shares="each", tells_busy=False)
+    alone = [split(B, 8, *(8 if i == device else 0 for i in range(5))) for device in range(5)]
+    model = model_of(problem, [even(B, 16, 5), even(B, 4, 5), *alone])
+    wanted = [split(B, 2, 17, 2, 3, 2, 8), even(B, 2, 5)]
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.1)
+
+
+def test_without_busy_times_cards_of_as_much_memory_likely_are_as_fast() -> None:
+    """Three fast cards and two slow ones that nothing has told apart yet: one at a time would explain no trial."""
+    fast, slow = CardTime(launch_s=0.0, sample_s=0.0006), CardTime(launch_s=0.0, sample_s=0.002)
+    memories = [card_memory(is_first=i == 0, total=(2 if i < 3 else 1) * 10**6) for i in range(5)]
+    problem = job(memories, B=B, times=[fast, fast, fast, slow, slow], shares="each", tells_busy=False)
+    tried = [even(B, 16, 5), even(B, 4, 5), split(B, 3, 8, 8, 2, 2, 2), split(B, 3, 2, 2, 2, 8, 8)]
+    model = TimeModel(trials(problem, tried), kinds=range(5))
+    wanted = [split(B, 2, 9, 9, 9, 3, 2), even(B, 2, 5)]
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
+
+
 def test_without_busy_times_tiles_are_found() -> None:
     """Whole steps whose shares of 10, 12 and 15 take as long, and 17 twice that, show tiles of 16."""
     problem = job(
