@@ -22,7 +22,6 @@ def scores(*, most: list[float], cannot_oom: list[bool]) -> CandidateScores:
         trust=ones,
         surprise=0 * ones,
         least_part=ones,
-        likely=np.inf * ones,
     )
     shards = np.arange(8.0, 8.0 + count)[:, None]
     return CandidateScores(
