@@ -98,7 +98,7 @@ def fit_curve(
     if not len(shares):
         return None
     sizes, inverse = np.unique(np.asarray(shares, dtype=float), return_inverse=True)
-    measured = np.exp(np.array([np.log(np.asarray(times_s)[inverse == i]).mean() for i in range(len(sizes))]))
+    measured = np.exp(np.bincount(inverse, np.log(times_s)) / np.bincount(inverse))
     if len(sizes) == 1:
         floor = SINGLE_FLOOR * measured[0]
         return Curve(floor, (measured[0] - floor) / sizes[0], 0.0, sizes, np.zeros(1))

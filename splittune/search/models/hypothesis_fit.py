@@ -56,11 +56,6 @@ BUSY_TOLERANCE = 0.02
 MOST_OVERHEAD = 0.9
 # GPU 0's part of the micro-batch must vary by this much to tell what grows with which. A choice.
 LEAST_VARIATION = 0.02
-# So often the devices that were the slowest are told anew by curves of their own. A choice: mostly the
-# second time changes nothing.
-OWN_CURVES = 3
-# What a hypothesis with a curve for each kind lacks in log prior. A choice: it has more coefficients.
-OWN_CURVES_PENALTY = 1.0
 # A divisor in place of 0 seconds.
 LEAST_SECONDS = 1e-12
 
@@ -138,20 +133,19 @@ class Fit:
     def from_whole_steps(self) -> list[Weighed]:
         """A single curve, the shares of each kind of device at several ratios; also with tiles.
 
-        Ratios are sought kind after kind, each beside the others' likeliest, and once more from there where there
-        are several kinds. They begin with equal ones or with those that each kind alone tells, whichever is likelier.
-        Tiles are tried at the likeliest.
+        Ratios are sought kind after kind, each beside the others' likeliest: from equal ones, and where there are
+        several kinds once more, from the likeliest so far or those that each kind alone tells. Tiles are tried at the
+        likeliest.
         """
         equal, kinds = np.ones(self.trials.num_devices), self._kinds_of_unknown_speed()
         weighed = [self._at(ratios) for ratios in (equal, *self._ratios_alone())]
-        for _ in kinds[:2]:
-            ratios = _ratios(_likeliest(weighed))
+        for start in (equal, None)[: len(kinds)]:
+            ratios = _ratios(_likeliest(weighed)) if start is None else start
             for kind in kinds:
                 own = self._at_ratios_of(kind, ratios)
                 weighed += own
                 ratios = _ratios(_likeliest(own))
         likeliest = _ratios(_likeliest(weighed))
-        weighed += self._with_own_curves(_likeliest(weighed))
         for tried in {tuple(likeliest), tuple(equal)}:
             tiled = [self._single_curve(np.array(tried), tile) for tile in self._tiles()]
             weighed += [self._weighed(curves, -TILE_PENALTY) for curves in tiled if curves[0].tile > 1]
@@ -176,37 +170,6 @@ class Fit:
             return []
         samples_s = [(times - part * np.nanmin(times)) / sizes for part in FLOORS]
         return [np.nan_to_num(seconds / np.nanmin(seconds), nan=1.0) for seconds in samples_s]
-
-    def _with_own_curves(self, start: Hypothesis) -> list[Weighed]:
-        """A curve for each kind of device, through the trials that it was the slowest of; also with tiles.
-
-        Expectation maximisation: which is the slowest is told by the curves so far. A kind that was
-        hardly ever the slowest keeps the curve that it has in `start`.
-        """
-        weighed: list[Weighed] = []
-        hypothesis = start
-        for tile in (*[1] * OWN_CURVES, *self._tiles()):
-            curves = self._own_curves(hypothesis, start.curves, tile)
-            if tile > 1 and all(curve.tile == 1 for curve in curves):
-                continue
-            penalty = OWN_CURVES_PENALTY + (TILE_PENALTY if tile > 1 else 0.0)
-            weighed.append(self._weighed(curves, -penalty))
-            hypothesis = weighed[-1][1] if tile == 1 else hypothesis
-        return weighed
-
-    def _own_curves(self, told: Hypothesis, others: tuple[Curve, ...], tile: int) -> tuple[Curve, ...]:
-        """The curves of each kind where `told` tells which device was the slowest, else those of the `others`."""
-        trials, kinds = self.trials, np.array(self.trials.kinds)
-        which, _ = told.slowest(trials.shards)
-        shares = trials.shards[np.arange(len(which)), which]
-        times = trials.micro_step_s - self._further_devices_s(shares)
-        curves = list(others)
-        for kind in set(kinds.tolist()):
-            own = kinds[which] == kind
-            curve = fit_curve(shares[own], times[own], trials.noise, tile) if len(np.unique(shares[own])) > 1 else None
-            if curve is not None:
-                curves = [curve if kinds[i] == kind else old for i, old in enumerate(curves)]
-        return tuple(curves)
 
     def _at(self, ratios: FloatArray) -> Weighed:
         """With a single curve for all, at these ratios, (n,)."""
