@@ -54,6 +54,7 @@ NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH", "MIB", "TYPE_CHE
 PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("tiles", hypothesis_fit, "TILES", ()),
     ("waiting for the host", hypothesis_fit, "HOST_SHARES", ()),
+    ("a curve for each kind, without busy times", Fit, "_with_own_curves", lambda *_: []),
     ("GPU 0's own work", Fit, "_gpu0_per_sample_s", lambda _: 0.0),
     ("ratios as each kind alone says", Fit, "_ratios_alone", lambda _: []),
     ("fewer devices may be faster", Hypothesis, "optimistic_step_s", lambda self, *step: self.step_s(*step)),

@@ -56,6 +56,11 @@ BUSY_TOLERANCE = 0.02
 MOST_OVERHEAD = 0.9
 # GPU 0's part of the micro-batch must vary by this much to tell what grows with which. A choice.
 LEAST_VARIATION = 0.02
+# So often the devices that were the slowest are told anew by curves of their own. A choice: mostly the
+# second time changes nothing.
+OWN_CURVES = 3
+# What a hypothesis with a curve for each kind lacks in log prior. A choice: it has more coefficients.
+OWN_CURVES_PENALTY = 1.0
 # A divisor in place of 0 seconds.
 LEAST_SECONDS = 1e-12
 
@@ -146,6 +151,7 @@ class Fit:
                 weighed += own
                 ratios = _ratios(_likeliest(own))
         likeliest = _ratios(_likeliest(weighed))
+        weighed += self._with_own_curves(_likeliest(weighed))
         for tried in {tuple(likeliest), tuple(equal)}:
             tiled = [self._single_curve(np.array(tried), tile) for tile in self._tiles()]
             weighed += [self._weighed(curves, -TILE_PENALTY) for curves in tiled if curves[0].tile > 1]
@@ -170,6 +176,37 @@ class Fit:
             return []
         samples_s = [(times - part * np.nanmin(times)) / sizes for part in FLOORS]
         return [np.nan_to_num(seconds / np.nanmin(seconds), nan=1.0) for seconds in samples_s]
+
+    def _with_own_curves(self, start: Hypothesis) -> list[Weighed]:
+        """A curve for each kind of device, through the trials that it was the slowest of; also with tiles.
+
+        Expectation maximisation: which is the slowest is told by the curves so far. A kind that was
+        hardly ever the slowest keeps the curve that it has in `start`.
+        """
+        weighed: list[Weighed] = []
+        hypothesis = start
+        for tile in (*[1] * OWN_CURVES, *self._tiles()):
+            curves = self._own_curves(hypothesis, start.curves, tile)
+            if tile > 1 and all(curve.tile == 1 for curve in curves):
+                continue
+            penalty = OWN_CURVES_PENALTY + (TILE_PENALTY if tile > 1 else 0.0)
+            weighed.append(self._weighed(curves, -penalty))
+            hypothesis = weighed[-1][1] if tile == 1 else hypothesis
+        return weighed
+
+    def _own_curves(self, told: Hypothesis, others: tuple[Curve, ...], tile: int) -> tuple[Curve, ...]:
+        """The curves of each kind where `told` tells which device was the slowest, else those of the `others`."""
+        trials, kinds = self.trials, np.array(self.trials.kinds)
+        which, _ = told.slowest(trials.shards)
+        shares = trials.shards[np.arange(len(which)), which]
+        times = trials.micro_step_s - self._further_devices_s(shares)
+        curves = list(others)
+        for kind in set(kinds.tolist()):
+            own = kinds[which] == kind
+            curve = fit_curve(shares[own], times[own], trials.noise, tile) if len(np.unique(shares[own])) > 1 else None
+            if curve is not None:
+                curves = [curve if kinds[i] == kind else old for i, old in enumerate(curves)]
+        return tuple(curves)
 
     def _at(self, ratios: FloatArray) -> Weighed:
         """With a single curve for all, at these ratios, (n,)."""
