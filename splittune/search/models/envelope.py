@@ -14,8 +14,6 @@ from splittune.search.arrays import FloatArray
 LEAST_VOLUME = 1e-9
 # A corner may break a bound by this part, for rounding.
 ROUNDING = 1e-9
-# Two peaks are the same up to this part: twice the repeatability of a peak.
-SAME_PEAK = 0.004
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +63,6 @@ class Envelope:
     """(C,) the point of `at_least` where each chord ends."""
     least_slopes: FloatArray
     """(2,) least of the largest beta, and of the largest omega."""
-    is_flat: bool
-    """Whether f was no more at the largest size than at a smaller one."""
 
     @classmethod
     def through(
@@ -94,7 +90,6 @@ class Envelope:
             chords=chords,
             ends=ends,
             least_slopes=least_slopes,
-            is_flat=_is_flat(at_least),
         )
 
     @property
@@ -141,16 +136,6 @@ def begins_above(num_bytes: float, at_most: Points, at_least: Points) -> bool:
     on_a_ray = (further > 0) & (share * far[..., 1] == far[..., 0] * near[..., 1])
     fallen = (at_most.num_bytes[None] - at_least.num_bytes[:, None]) * share / np.where(on_a_ray, further, 1.0)
     return bool((on_a_ray & (at_least.num_bytes[:, None] - fallen > num_bytes)).any())
-
-
-def _is_flat(at_least: Points) -> bool:
-    """Whether f was the same at the largest size, of both, and at one that was smaller in one of them."""
-    if not len(at_least.num_bytes):
-        return False
-    largest = np.lexsort(at_least.sizes.T)[-1]
-    smaller = (at_least.sizes < at_least.sizes[largest]).any(axis=1)
-    as_much = at_least.num_bytes >= (1 - SAME_PEAK) * at_least.num_bytes[largest]
-    return bool((smaller & as_much).any())
 
 
 def _extreme_lines(sizes: FloatArray, num_bytes: FloatArray, most_slopes: tuple[float, float]) -> FloatArray:

@@ -48,8 +48,6 @@ FIRST_TRIALS = 5
 # What is not known takes at least this part of the most that it can take. A choice: a sample that no peak
 # has shown yet may take next to nothing. Smaller, and more risks are taken.
 LEAST_PART = 1 / 32
-# While every size raised the peak, what is not known is mostly all of it: chances count by this. A choice.
-RISING = 0.5
 # A model that does not fit is told where a device was filled to more than this part. A choice: on
 # emptier devices it decides nothing.
 FULL_ENOUGH = 0.25
@@ -68,8 +66,6 @@ class Interval:
     """With the margin for what no trial has shown."""
     most_after_cache_flush: FloatArray
     """`most` once the allocator, running short, has handed back its free blocks: more is an OOM."""
-    trust: FloatArray
-    """1 where a size was seen that did not raise the peak, else `RISING`."""
     surprise: FloatArray
     """How often a peak exceeds `foretold`."""
     least_part: FloatArray
@@ -81,13 +77,12 @@ class Interval:
         The logarithm of what is not known is even between `least_part` of the most that it can be and all
         of it; from `SLACK` below the most it rises to 1; `surprise` goes beyond, evenly up to `most`. Such
         chances were too low above a half and too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
-        Counted on 172 risks of 630 problems: of those said to run with 10 to 40, 40 to 80 and 80 to 99 %, 51, 80
-        and 87 % did. Worked: 2 GiB that surely grow and up to 32 more, within a limit of 10, with a margin up to 42
-        GiB, give ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47.
+        Worked: 2 GiB that surely grow and up to 32 more, within a limit of 10, with a margin up to 42 GiB, give
+        ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47.
         """
         unknown, left = np.maximum(self.foretold - self.sure, 1.0), np.maximum(limits - self.sure, 1e-3)
         parts = np.log(np.maximum(unknown / left, 1.0)) / -np.log(np.clip(self.least_part, 1e-9, 0.999))
-        within = self.trust * np.clip(1 - parts, 0.0, 1.0)
+        within = np.clip(1 - parts, 0.0, 1.0)
         nearly = np.clip(1 - (self.foretold - limits) / np.maximum(SLACK * self.foretold, 1.0), 0.0, 1.0)
         within += (1 - within) * nearly
         within = np.where(limits < self.least, 0.0, within)
@@ -196,7 +191,7 @@ class MemoryModel:
         return Interval(**dict(zip(names, told, strict=True)))
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
-        """(8, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
+        """(7, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
         envelope, overhead = self._envelopes[device, accumulates], self._overheads[device]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
         most = np.minimum(held + self.margin * unseen, self._readings.proven(device, sizes, accumulates))
@@ -204,11 +199,10 @@ class MemoryModel:
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
         sure, least = (np.minimum(live + overhead.least(live), most) for live in (sure, least))
         each = np.ones(len(sizes))
-        trust = each if envelope.is_flat else RISING * each
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
         least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each
         idle = (sizes[:, 0] == 0) & (device > 0)
-        told = np.stack([sure, least, np.minimum(held, most), most, flushed, trust, surprise, least_part])
+        told = np.stack([sure, least, np.minimum(held, most), most, flushed, surprise, least_part])
         return np.where(idle, 0.0, told)
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:

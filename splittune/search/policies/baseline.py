@@ -13,8 +13,9 @@ from splittune.search.judged_trials import JudgedTrial, known_infeasible
 from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit
 
-# How likely an even split must fit where trials do not tell what is held at rest. A choice: even odds.
-BLIND_CHANCE = 0.5
+# How likely an even split must fit where trials do not tell what is held at rest. A choice: what
+# chances say where the most that is foretold nearly fits. Smaller: larger strides, more of which run out of memory.
+BLIND_CHANCE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class FindBaseline:
     case. A choice. Larger: fewer trials where fewer steps are hardly faster."""
 
     min_chance: float = 0.98
-    """How likely it must keep its headroom; a half where trials do not tell what is held at rest. A choice. Smaller:
+    """How likely it must keep its headroom; `BLIND_CHANCE` where trials do not tell what is held at rest. A choice. Smaller:
     larger strides, and more of them run out of memory."""
 
     deviations: float = 2

@@ -20,7 +20,7 @@ LEAST_KEPT = 0.01
 class UpperConfidenceBound:
     """The most to gain if a prediction is off enough, less what an OOM costs: a search ends where that is little.
 
-    Worked: 0.06 to gain with a chance of 0.8 to run is worth ``0.8 x 0.06 - 0.2 x 0.1 = 0.028``, and a
+    Worked: 0.3 to gain with a chance of 0.8 to run is worth ``0.8 x 0.3 - 0.2 x 0.5 = 0.14``, and a
     trial; with a chance of 0.6 it is worth less than nothing. A split that surely fits is worth what it may
     gain. Where the latest predictions were off by more than their deviations, the bound is that much
     further away (`Calibration`), and while they were off by more than `MOST_DOUBT`, splits that surely
@@ -37,11 +37,11 @@ class UpperConfidenceBound:
     min_gain: float = 0.01
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
-    oom_price: float = 0.1
+    oom_price: float = 0.5
     """What the first trial that runs out of memory costs, in logarithms of time, a third three times as much. A
-    choice: nobody minds one on the way to a throughput that is a tenth higher. Larger: fewer risks, and more
-    searches that end far behind a split they did not dare."""
-    blind_oom_price: float = 0.05
+    choice: of 0.1 to 3 the largest with which no more searches ended far behind a split that they did not dare.
+    Larger: fewer risks, and more such searches."""
+    blind_oom_price: float = 0.1
     """The price where trials do not tell what is held at rest: running out of memory is then the only way to
     learn what fits. A choice."""
     deviations: float = 2

@@ -19,7 +19,6 @@ def scores(*, most: list[float], cannot_oom: list[bool]) -> CandidateScores:
         foretold=held,
         most=held,
         most_after_cache_flush=held,
-        trust=ones,
         surprise=0 * ones,
         least_part=ones,
     )

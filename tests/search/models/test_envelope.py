@@ -65,16 +65,6 @@ def test_where_a_peak_jumped_what_surely_grows_is_no_more_than_the_most() -> Non
     assert envelope.sure(sizes((5, 0))) == envelope.most(sizes((5, 0))) == pytest.approx(40)
 
 
-def test_a_peak_that_a_larger_size_did_not_raise_is_flat() -> None:
-    """The same bytes at the largest size and at a smaller one; of one size alone nobody knows."""
-    for rows, is_flat in (
-        (((1, 0, 5), (10, 0, 5)), True),
-        (((1, 0, 5), (10, 0, 8)), False),
-        (((1, 0, 5),), False),
-    ):
-        assert Envelope.through(at(*rows), at(*rows), rest=2.0).is_flat == is_flat
-
-
 def test_a_convex_peak_began_no_lower_than_its_line() -> None:
     """1,020 with 4 samples and 1,040 with 8 were no less than 1,000 without; points off the ray tell nothing."""
     points = at((4, 0, 1020), (8, 0, 1040))

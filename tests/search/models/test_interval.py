@@ -3,16 +3,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splittune.search.models.memory import RISING, Interval
+from splittune.search.models.memory import Interval
 
 GIB = float(1024**3)
 
 
-def peaks(sure: float, least: float, foretold: float, most: float, trust: float = 1.0) -> Interval:
+def peaks(sure: float, least: float, foretold: float, most: float) -> Interval:
     """Of one split on one device, in GiB; a fifth of all peaks is a surprise, and what is unknown spans 32 times."""
     sizes = {"sure": sure, "least": least, "foretold": foretold, "most": most, "most_after_cache_flush": most}
     bounds = {name: np.array([[size * GIB]]) for name, size in sizes.items()}
-    ratios = {"trust": trust, "surprise": 0.2, "least_part": 1 / 32}
+    ratios = {"surprise": 0.2, "least_part": 1 / 32}
     return Interval(**bounds, **{name: np.array([[ratio]]) for name, ratio in ratios.items()})
 
 
@@ -35,13 +35,6 @@ def smooth(chance: float) -> float:
 def test_what_is_not_known_is_even_in_its_logarithm(limit: float, chance: float) -> None:
     """2 GiB are sure and up to 32 are not: each halving takes a fifth of the chance; a surprise goes beyond, evenly."""
     assert peaks(2, 4, 34, 42).chance_below(np.array([limit * GIB])) == pytest.approx([smooth(chance)])
-
-
-def test_while_every_size_raised_the_peak_chances_count_less() -> None:
-    """What is not known is mostly all of it then; what surely fits is as sure as ever."""
-    rising = peaks(2, 4, 34, 42, trust=RISING)
-    assert rising.chance_below(np.array([10 * GIB])) == pytest.approx([smooth(0.8 * RISING * 3 / 5)])
-    assert rising.chance_below(np.array([42 * GIB])) == [1]
 
 
 def test_what_is_known_exactly_stays_below_or_does_not() -> None:

@@ -58,8 +58,8 @@ def two_kinds() -> Job:
 
 
 def test_what_one_card_had_no_headroom_for_is_unlikely_to_fit_another_of_its_kind() -> None:
-    """Cards 2 to 5 are alike: two of them kept too little with 16 samples, so none of the four likely keeps it with
-    as many: no peak repeats exactly, so one may."""
+    """Cards 2 to 5 are alike: two of them kept too little with 16 samples, so none of the four likelier than not keeps
+    it with as many: no peak repeats exactly, so one may."""
     problem = two_kinds()
     failed = split(660, 11, 0, 0, 16, 16, 14, 14)
     state = state_after(problem, [even(660, 110, 6), even(660, 13, 6), failed])
@@ -68,7 +68,7 @@ def test_what_one_card_had_no_headroom_for_is_unlikely_to_fit_another_of_its_kin
     table = state.scores.table
     as_many = (table.steps > 1) & (table.shards[:, 2:] >= 16).any(axis=1)  # one step has no gradients to keep
     assert as_many.any()
-    assert (state.scores.needed.chance_below(state.limits)[as_many] < 0.2).all()
+    assert (state.scores.needed.chance_below(state.limits)[as_many] < 0.5).all()
 
 
 def test_within_a_tenth_of_the_best_is_found_where_two_kinds_run_short() -> None:
