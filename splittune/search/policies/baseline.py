@@ -34,8 +34,8 @@ class FindBaseline:
     case. A choice. Larger: fewer trials where fewer steps are hardly faster."""
 
     min_chance: float = 0.98
-    """How likely it must keep its headroom; `BLIND_CHANCE` where trials do not tell what is held at rest. A choice. Smaller:
-    larger strides, and more of them run out of memory."""
+    """How likely it must keep its headroom; `BLIND_CHANCE` where trials do not tell what is held at rest. A choice.
+    Smaller: larger strides, and more of them run out of memory."""
 
     deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %."""
