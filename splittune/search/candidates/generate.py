@@ -40,18 +40,18 @@ def candidates(
 
 
 def neighbours(split: BatchSplit, min_shard_size: int) -> SplitTable:
-    """The splits that move one sample, or a quarter of a share, from one device to another.
+    """The splits that move one sample, or a quarter of a share, from one device to another, or exchange two shares.
 
-    Example: (8, 4) has the neighbours (7, 5), (6, 6), (9, 3).
+    Example: (8, 4) has the neighbours (7, 5), (6, 6), (4, 8), (9, 3).
     """
     rows = set()
     for giver, share in enumerate(split.shard_sizes):
-        for moved in {1, share // 4} - {0}:
-            for taker in range(split.num_devices):
+        for taker, other in enumerate(split.shard_sizes):
+            for moved in {1, share // 4, share - other}:
                 shards = list(split.shard_sizes)
                 shards[giver] -= moved
                 shards[taker] += moved
-                if giver != taker and shards[giver] >= min_shard_size:
+                if giver != taker and moved > 0 and shards[giver] >= min_shard_size:
                     rows.add(tuple(shards))
     return SplitTable(
         global_batch_size=split.global_batch_size,

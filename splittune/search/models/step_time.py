@@ -164,7 +164,7 @@ class TimeModel:
         return told
 
     def _doubt_of_kind(self, hypothesis: Hypothesis, shards: FloatArray, which: NDArray[np.int64]) -> FloatArray:
-        """(N,) doubt whether the slowest device is of the kind whose curve it shares; 0 where its own times told.
+        """(N,) doubt whether the slowest device is of the kind whose curve it shares; 0 where its own shares told.
 
         Devices that are not of one speed take as long for shares so small that launches take longest. If
         a device had no others, it takes at a larger share x something between what it took at its own
@@ -172,9 +172,8 @@ class TimeModel:
         takes 2 ms for 1 to 2 samples, and 8 ms for 13; a device that had 2 takes 4 ms for 13, by a factor
         of 2 more or less.
         """
-        if not self.tells_busy:
-            return np.zeros(len(shards))
-        own = np.maximum(np.where(self._trials.busy_s > 0, self._trials.shards, 0.0).max(axis=0), 1.0)
+        worked = self._trials.busy_s > 0 if self.tells_busy else True
+        own = np.maximum(np.where(worked, self._trials.shards, 0.0).max(axis=0), 1.0)
         doubt = np.zeros(len(shards))
         for device, curve in enumerate(hypothesis.curves):
             least_s, own_s = curve(np.array([1.0, own[device]]))

@@ -7,10 +7,10 @@ from splittune.search.candidates.generate import neighbours
 from tests.search.problem import split
 
 
-def test_neighbours_move_one_sample_or_a_quarter() -> None:
-    """(8, 4) has three: (7, 5), (6, 6) and (9, 3); a device that must have a share keeps it."""
+def test_neighbours_move_one_sample_or_a_quarter_or_exchange_shares() -> None:
+    """(8, 4) has four: (7, 5), (6, 6), (4, 8) and (9, 3); a device that must have a share keeps it."""
     found = neighbours(split(12, 1, 8, 4), 0)
-    assert found.splits() == [split(12, 1, 6, 6), split(12, 1, 7, 5), split(12, 1, 9, 3)]
+    assert found.splits() == [split(12, 1, *shards) for shards in ((4, 8), (6, 6), (7, 5), (9, 3))]
     assert neighbours(split(3, 1, 2, 1), 1).splits() == [split(3, 1, 1, 2)]
     assert len(neighbours(split(1, 1, 1), 0)) == 0
 
