@@ -35,8 +35,8 @@ FINER_RATIOS = (3 ** (1 / 6), 3 ** (1 / 12))
 MOST_RATIOS = 12
 # What a ratio lacks in log prior, for its squared logarithm: devices mostly are alike. A choice.
 RATIO_PENALTY = 0.5
-# What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: from there
-# ratios are only sought.
+# What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: the likeliest
+# is where ratios are sought from, so denser parts save few tries.
 FLOORS = tuple(np.linspace(0.0, 0.9, 10))
 # Hypotheses are compared as if the noise were at least this: none is exactly true, so small
 # residuals must not decide. A choice. Larger, and more hypotheses are averaged.
@@ -144,8 +144,8 @@ class Fit:
         """
         equal, kinds = np.ones(self.trials.num_devices), self._kinds_of_unknown_speed()
         weighed = [self._at(ratios) for ratios in (equal, *self._ratios_alone())]
-        for start in (equal, None)[: len(kinds)]:
-            ratios = _ratios(_likeliest(weighed)) if start is None else start
+        for again in (False, True)[: len(kinds)]:
+            ratios = _ratios(_likeliest(weighed)) if again else equal
             for kind in kinds:
                 own = self._at_ratios_of(kind, ratios)
                 weighed += own

@@ -170,7 +170,7 @@ class TimeModel:
         a device had no others, it takes at a larger share x something between what it took at its own
         largest share s and what its kind takes: half of ``log(t(x) / t(s))`` either way. Worked: a kind
         takes 2 ms for 1 to 2 samples, and 8 ms for 13; a device that had 2 takes 4 ms for 13, by a factor
-        of 2 more or less.
+        of 2 more or less. Without busy times every share that a device had counts as its own.
         """
         worked = self._trials.busy_s > 0 if self.tells_busy else True
         own = np.maximum(np.where(worked, self._trials.shards, 0.0).max(axis=0), 1.0)

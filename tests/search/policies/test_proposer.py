@@ -83,9 +83,8 @@ def test_no_proposal_is_illegal_or_was_measured(drawn: tuple[Job, int]) -> None:
     assert trials
 
 
-def test_the_baseline_is_found_exactly_once_no_other_split_is_worth_a_trial() -> None:
-    """Where both want a trial the faster split comes first: a baseline at a step fewer changes what is compared, no
-    more."""
+def test_what_may_be_faster_comes_before_the_exact_baseline() -> None:
+    """Where both want a trial: a baseline at a step fewer only changes what the result is compared with."""
     problem = JOBS["outputs on GPU 0"]()
     *_, improve, baseline, _ = POLICIES
     wanted: list[tuple[ProposalKind | None, ProposalKind | None, ProposalKind]] = []
