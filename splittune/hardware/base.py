@@ -60,6 +60,12 @@ class DeviceMemory:
 
     No batch size changes it.
     """
+    before_backward_bytes: int | None = None
+    """Most allocated just before a backward: what rests and the activations of the micro-batch.
+
+    On GPU 0 outputs of the whole micro-batch are among them. It tells what a sample takes where
+    another part of the step, the update say, holds the peak.
+    """
 
     def __post_init__(self) -> None:
         for field in ("device", "total_bytes", "outside_bytes", "peak_allocated_bytes", "peak_reserved_bytes"):

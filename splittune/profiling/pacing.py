@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Protocol
 
@@ -38,6 +38,8 @@ class Step(Protocol):
     """What a trial runs: `TrainingStep`, or one that only acts it out."""
 
     split: BatchSplit
+    before_backward: Callable[[], object]
+    """To be called in every micro-step between its forward and its backward."""
 
     @property
     def num_skipped(self) -> int: ...

@@ -122,7 +122,9 @@ class Profiler:
         try:
             with self.hardware.metered():
                 try:
-                    run(self.start(split), state.recorder)
+                    step = self.start(split)
+                    step.before_backward = state.recorder.before_backward
+                    run(step, state.recorder)
                     state.throttling, state.is_throttled = self._watch.throttling()
                 except Exception as error:
                     is_usable = not is_sticky(error)

@@ -36,9 +36,12 @@ class Recorder:
         self._num_alloc_retries = 0
         self._memory: dict[Phase, list[tuple[DeviceMemory, ...]]] = defaultdict(list)
         self._resting: list[tuple[DeviceMemory, ...]] = []
+        self._before_backward: list[tuple[int, ...]] = []
+        self._phase: Phase | None = None
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
+        self._phase = name
         self._hardware.reset_peaks()
         if name == "micro_step":
             self._resting.append(self._hardware.memory())  # nothing has run since: the peak is what is held at rest
@@ -59,6 +62,14 @@ class Recorder:
         if name in TIMED:
             self._num_alloc_retries += sum(self._hardware.num_alloc_retries()) - num_retries_before
         self._memory[name].append(self._hardware.memory())
+
+    def before_backward(self) -> None:
+        """Note what is allocated now, between a forward and its backward; not while a real clock runs.
+
+        Asking takes a while, so on cards it is done in the warm-up, whose steps are those that are timed.
+        """
+        if self._hardware.is_modelled or self._phase not in TIMED:
+            self._before_backward.append(self._hardware.allocated_bytes())
 
     def drop_latest(self, **phases: int) -> None:
         """Forget the latest times of these phases, so many of each: what ran was no step. Its peaks of memory stay."""
@@ -118,6 +129,7 @@ class Recorder:
                 update_peak_bytes=self._peak("update", index),
                 single_step_peak_bytes=self._peak("single_step", index),
                 resting_bytes=max((reading[index].peak_allocated_bytes for reading in self._resting), default=None),
+                before_backward_bytes=max((reading[index] for reading in self._before_backward), default=None),
             )
             for index, device in enumerate(largest_readings(readings))
         )

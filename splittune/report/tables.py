@@ -83,6 +83,7 @@ _DEVICES_TYPES = {
     "update_peak_bytes": "Int64",
     "single_step_peak_bytes": "Int64",
     "resting_bytes": "Int64",
+    "before_backward_bytes": "Int64",
     "share_bytes": "Int64",
     "whole_batch_bytes": "Int64",
     "fixed_bytes": "Int64",
@@ -175,6 +176,7 @@ def devices_table(
     | `update_peak_bytes` | bytes | peak allocated in the optimizer's update alone |
     | `single_step_peak_bytes` | bytes | the same of a step of one micro-batch: no gradients wait |
     | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes |
+    | `before_backward_bytes` | bytes | most allocated just before a backward: the same and activations |
     | `share_bytes` | bytes | of the peak, derived: grows with the device's own share: activations |
     | `whole_batch_bytes` | bytes | derived: grows with the whole micro-batch: outputs and loss on GPU 0 |
     | `fixed_bytes` | bytes | derived: the rest of the peak in forward and backward, which no batch size changes |
@@ -296,6 +298,7 @@ def _memory_cells(memory: DeviceMemory | None) -> dict[str, int | None]:
         "update_peak_bytes",
         "single_step_peak_bytes",
         "resting_bytes",
+        "before_backward_bytes",
     )
     reserve = None if memory is None else memory.peak_reserved_bytes - memory.peak_allocated_bytes
     return {cell: None if memory is None else getattr(memory, cell) for cell in cells} | {"reserve_bytes": reserve}

@@ -204,11 +204,17 @@ class _Cut:
 
     def __init__(self, step: Step, hardware: TapedHardware) -> None:
         self.split, self._step, self._hardware = step.split, step, hardware
+        self.before_backward: Callable[[], object] = lambda: None
         self.num_skipped = 0
+        step.before_backward = self._forward_ended
 
     def micro_step(self, num_samples: int | None = None, *, last: bool = True) -> None:
         self._step.micro_step(num_samples, last=last)
         self._hardware.cut()
+
+    def _forward_ended(self) -> None:
+        self._hardware.before_backward()
+        self.before_backward()
 
     def update(self) -> None:
         self._step.update()
@@ -229,6 +235,7 @@ class _Played:
 
     def __init__(self, split: BatchSplit, player: Player) -> None:
         self.split, self._player = split, player
+        self.before_backward: Callable[[], object] = lambda: None
         self.num_skipped = 0
         self._parts = count()
         self._play()
@@ -249,7 +256,7 @@ class _Played:
         return None
 
     def _play(self) -> None:
-        self._player.play(next(self._parts))
+        self._player.play(next(self._parts), self.before_backward)
 
 
 @contextmanager

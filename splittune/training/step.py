@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,6 +29,8 @@ class TrainingStep:
         samples: SampleBatch,
     ) -> None:
         self.split = split
+        self.before_backward: Callable[[], object] = lambda: None
+        """Called in every micro-step between its forward and its backward."""
         self._task, self._model, self._optimizer, self._samples = task, model, optimizer, samples
         self._batches = {size: samples.micro_batch(size) for size in sorted(set(split.micro_batch_sizes))}
         self._loss_was_checked = False
@@ -51,7 +54,9 @@ class TrainingStep:
         if not self._loss_was_checked:
             check_loss(loss, "step_fn" if self._task.step_fn else "the job")
             self._loss_was_checked = True
-        self._task.scaled(loss * (size / self.split.global_batch_size)).backward()
+        scaled = self._task.scaled(loss * (size / self.split.global_batch_size))
+        self.before_backward()
+        scaled.backward()
 
     def update(self) -> None:
         """The optimizer's update, and the gradients given back."""

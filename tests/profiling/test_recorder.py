@@ -85,6 +85,22 @@ def test_the_phases_own_peaks_are_told() -> None:
     assert [device.resting_bytes for device in memory] == [30, 10]
 
 
+@pytest.mark.parametrize(("is_modelled", "told"), [(False, [50, 20]), (True, [70, 30])])
+def test_what_a_forward_left_is_read_before_the_backward(is_modelled: bool, told: list[int]) -> None:
+    """The most of all micro-steps; on a real clock not while it runs, for asking takes a while."""
+    hardware = FakeHardware()
+    hardware.is_modelled = is_modelled
+    recorder = Recorder(hardware)
+    phases = {"warm_up": [50, 10], "single_step": [40, 20], "micro_step": [70, 30], "update": [60, 0]}
+    for phase, allocated in phases.items():
+        hardware.allocated = allocated
+        with recorder.phase(phase):  # type: ignore[arg-type]
+            if phase != "update":
+                recorder.before_backward()
+        hardware.allocated = [900, 900]
+    assert [device.before_backward_bytes for device in recorder.measurement(SPLIT).memory] == told
+
+
 def test_whole_steps_tell_no_phases_peaks() -> None:
     """In whole steps the phases were not seen apart: their own peaks are not known."""
     memory = record(FakeHardware(), "warm_up", "whole_step").measurement(SPLIT).memory

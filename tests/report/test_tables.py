@@ -158,7 +158,14 @@ def test_one_row_a_trial_and_device() -> None:
     row = frame.iloc[1].to_dict()
     planned = ("planned_peak_allocated_bytes", "planned_peak_reserved_bytes")
     parts = ("share_bytes", "whole_batch_bytes", "fixed_bytes", "parameter_bytes", "optimizer_bytes", "gradient_bytes")
-    for name in (*planned, *parts, "update_peak_bytes", "single_step_peak_bytes", "resting_bytes"):
+    for name in (
+        *planned,
+        *parts,
+        "update_peak_bytes",
+        "single_step_peak_bytes",
+        "resting_bytes",
+        "before_backward_bytes",
+    ):
         assert pd.isna(row.pop(name))
     assert row.pop("reserve_bytes") == 1
     assert row == {

@@ -152,3 +152,15 @@ def test_skipping_without_end_is_refused() -> None:
         ConfigError, match=r"skipped 41 steps in a row, and its scale is 2\.98.*bfloat16, which needs no"
     ):
         step.took_effect()
+
+
+def test_somebody_may_look_between_forward_and_backward() -> None:
+    """Once in every micro-step, while no gradient of it is there."""
+    job = task()
+    step = step_of(job, two_steps())
+    seen: list[bool] = []
+    step.before_backward = lambda: seen.append(any(p.grad is not None for p in job.model.parameters()))
+    step.micro_step()
+    assert seen == [False]
+    step.whole()
+    assert len(seen) == 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import combinations, count
 from typing import Any, NamedTuple
@@ -168,8 +168,8 @@ class Player:
         self._works: dict[tuple[Any, ...], Work] = {}
         self._replicas: dict[int, AbstractContextManager[None]] = {}
 
-    def play(self, part: int) -> None:
-        """One part of the script.
+    def play(self, part: int, before_backward: Callable[[], object]) -> None:
+        """One part of the script, `before_backward` called where a forward ended.
 
         Raises:
             torch.OutOfMemoryError: a device's capacity does not allow it.
@@ -194,6 +194,8 @@ class Player:
                 timeline.wait_until(where[0], self._marks_s[where[1]])
             elif kind == "wait_for":
                 timeline.wait_for(where[0])
+            elif kind == "before_backward":
+                before_backward()
             elif kind == "enter":
                 self._replicas[where[0]] = entered = timeline.replica(*where)
                 entered.__enter__()

@@ -16,7 +16,12 @@ from splittune.hardware.virtual.timeline import Timeline
 # No trial is ever out of memory here: what a card has is asked when the tape is played.
 _ENDLESS_BYTES = 2**62
 
-Kind = Literal["allocate", "free", "launch", "transfer", "hop", "collective", "wait_until", "wait_for", "enter", "exit"]
+# fmt: off
+Kind = Literal[
+    "allocate", "free", "launch", "transfer", "hop", "collective", "wait_until", "wait_for", "enter", "exit",
+    "before_backward",
+]
+# fmt: on
 
 
 class Event(NamedTuple):
@@ -59,6 +64,11 @@ class TapedHardware(VirtualHardware):
         """Begin the next part of the tape, once everything has been freed that is dead."""
         self.ledger.free_dead()
         self.tape.cut()
+
+    def before_backward(self) -> None:
+        """Note that a forward ended, once everything has been freed that is dead."""
+        self.ledger.free_dead()
+        self.tape.note("before_backward", ())
 
     def _make_ledger(self) -> Ledger:
         return _TapedLedger(self.gpus, self.tape)

@@ -34,7 +34,7 @@ def script_of(tapes: Sequence[Tape], shard_sizes: Sequence[Sequence[int]]) -> Sc
 def played(script: Script, shard_sizes: tuple[int, ...]) -> Ledger:
     """The devices after the script's only part."""
     ledger = Ledger([find_gpu("A100-80GB")] * len(shard_sizes), [80 * GIB] * len(shard_sizes))
-    Player(script, ledger, shard_sizes).play(0)
+    Player(script, ledger, shard_sizes).play(0, lambda: None)
     return ledger
 
 
