@@ -50,6 +50,10 @@ class CardTime:
         return np.where(shares > 0, time, 0.0)
 
 
+# The part of what samples take at the peak that is there when backward begins: activations, without their gradients.
+SAVED_PART = (0.5, 1.0)
+
+
 @dataclass(kw_only=True)
 class CardMemory:
     """Bytes one card needs, by its share s, the micro-batch m and whether the step accumulates: a maximum over phases.
@@ -75,10 +79,13 @@ class CardMemory:
     reserve: float = 0.0
     """Relative excess of what the allocator holds, at most; it varies from share to share."""
 
+    def grown(self, shares: Floats, micro_batches: Floats) -> Floats:
+        """What samples take at the peak of forward and backward."""
+        return np.asarray(self.sample * np.power(np.maximum(shares, 0), self.power) + self.output * micro_batches)
+
     def phases(self, shares: Floats, micro_batches: Floats, accumulates: Floats) -> tuple[Floats, Floats]:
         """MemoryReadings of forward, backward and reduce together, and of the update."""
-        grown = np.power(np.maximum(shares, 0), self.power)
-        forward = self.fixed + self.sample * grown + self.output * micro_batches
+        forward = self.fixed + self.grown(shares, micro_batches)
         if self.jump_at is not None:
             forward = forward + np.where(shares >= self.jump_at, self.jump, 0.0)
         idle = (shares == 0) & (self.update == 0)  # no replica there
@@ -299,6 +306,7 @@ class Problem:
 
     def _readings(self, steps: Floats, shards: Floats) -> tuple[DeviceMemory, ...]:
         m, k = shards.sum(axis=1), (steps > 1).astype(float)
+        part = np.random.default_rng([self.seed, 7]).uniform(*SAVED_PART)
         readings = []
         for i, card in enumerate(self.memories):
             micro_step, update = card.phases(shards[:, i], m, k)
@@ -314,6 +322,11 @@ class Problem:
                     update_peak_bytes=int(update[0]),
                     single_step_peak_bytes=int(single[0]) if k[0] else None,
                     resting_bytes=int(card.parameters * (1 + k[0]) + card.state) if micro_step[0] else 0,
+                    before_backward_bytes=int(
+                        card.parameters * (1 + k[0]) + card.state + part * card.grown(shards[:, i], m)[0]
+                    )
+                    if micro_step[0]
+                    else 0,
                 )
             )
         return tuple(readings)

@@ -123,7 +123,11 @@ class Replay:
         self.is_first, self.is_held = is_first, is_held
         self.allocator = CachingAllocator(WITHOUT_LIMIT)
         self.peaks = dict.fromkeys(
-            ("resting_bytes", "micro_step_peak_bytes", "single_step_peak_bytes", "update_peak_bytes"), 0
+            (
+                *("resting_bytes", "micro_step_peak_bytes", "single_step_peak_bytes", "update_peak_bytes"),
+                "before_backward_bytes",
+            ),
+            0,
         )
         self.reserved_bytes = 0
         if is_first or share:
@@ -166,6 +170,7 @@ class Replay:
             self._give_all(workspace)
         gathered = self._take_all([self.micro_batch_size * self.network.output_bytes] * 2 if self.is_first else [])
         self._give_all(gathered[:1])
+        self._note("before_backward_bytes", self.allocator.allocated_bytes)
         gradients: list[Block] = []
         flowing: list[Block] = []
         for layer in reversed(layers) if share else ():

@@ -164,7 +164,7 @@ class AnalyticMachine(Machine):
         num_bytes = job.parameter_bytes
         is_held = int(m < self.space.global_batch_size)
         works = (shares > 0).astype(np.int64)
-        alive = job.sample_bytes * shares
+        alive = saved = job.sample_bytes * shares
         left = (job.freed_part * alive).astype(np.int64)
         if self.jump is not None:
             alive = alive + np.where(self._jumps(shares), self.jump.num_bytes, 0)
@@ -172,12 +172,14 @@ class AnalyticMachine(Machine):
             resting = int(num_bytes * (1 + job.optimizer_parts)) + 0 * shares
             held = num_bytes * is_held + 0 * shares
             gathered = job.gathered_bytes * m
+            forward = resting + held + saved + gathered
             micro = np.maximum(alive + gathered, np.maximum(left + num_bytes * works, gathered // 2 + 2 * num_bytes))
             update = resting + int(num_bytes * (1 + job.update_parts))
         else:
             resting = 0 * shares
             held = 2 * num_bytes * is_held * works
             copied = (1 - is_held) * num_bytes * works
+            forward = resting + held + copied + saved
             micro = copied + np.maximum(alive, left + num_bytes * works)
             update = 0 * shares  # gradients are home, and the replica is gone
         single = resting + micro + (num_bytes * works * is_held if card else 0)
@@ -186,6 +188,7 @@ class AnalyticMachine(Machine):
             "micro_step_peak_bytes": resting + held + micro,
             "single_step_peak_bytes": single,
             "update_peak_bytes": update,
+            "before_backward_bytes": forward,
         }
 
     def _jumps(self, shares: Bytes) -> NDArray[np.bool_]:

@@ -69,7 +69,12 @@ def without_optional_readings(measurement: Measurement) -> Measurement:
     """
     memory = tuple(
         replace(
-            card, micro_step_peak_bytes=None, update_peak_bytes=None, single_step_peak_bytes=None, resting_bytes=None
+            card,
+            micro_step_peak_bytes=None,
+            update_peak_bytes=None,
+            single_step_peak_bytes=None,
+            resting_bytes=None,
+            before_backward_bytes=None,
         )
         for card in measurement.memory
     )

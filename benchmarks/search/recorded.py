@@ -22,7 +22,7 @@ COLUMNS = (
     *("job", "devices", "shares", "min_headroom_bytes", "global_batch_size", "accumulation_steps", "shard_sizes"),
     *("outcome", "message", "micro_step_s", "update_s", "device_busy_s", "total_bytes", "outside_bytes"),
     *("peak_allocated_bytes", "peak_reserved_bytes", "micro_step_peak_bytes", "update_peak_bytes"),
-    *("single_step_peak_bytes", "resting_bytes"),
+    *("single_step_peak_bytes", "resting_bytes", "before_backward_bytes"),
 )
 MEMORY = COLUMNS[COLUMNS.index("total_bytes") :]
 

@@ -262,6 +262,7 @@ class TabledProblem:
             # with one micro-step a step it would say nothing new, and is not read
             single_step_peak_bytes=phases["single_step_peak_bytes"] if split.accumulation_steps > 1 else None,
             resting_bytes=phases["resting_bytes"],
+            before_backward_bytes=phases["before_backward_bytes"],
         )
 
     def _out_of_memory(self, split: BatchSplit, lacking: list[int], rng: np.random.Generator) -> Measurement:

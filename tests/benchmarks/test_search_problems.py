@@ -110,7 +110,8 @@ def test_readings_are_those_a_card_could_give(generator: object, seed: int) -> N
             assert card.update_peak_bytes is not None
             assert card.peak_allocated_bytes >= max(card.micro_step_peak_bytes, card.update_peak_bytes)
             assert card.resting_bytes is not None
-            assert card.resting_bytes <= card.micro_step_peak_bytes
+            assert card.before_backward_bytes is not None
+            assert card.resting_bytes <= card.before_backward_bytes <= card.micro_step_peak_bytes
             if split.accumulation_steps == 1:
                 assert card.single_step_peak_bytes is None
             else:

@@ -51,7 +51,10 @@ class Job(KnownProblem):
         if self.tells_all:
             return measurement
         unknown = dict.fromkeys(
-            ("micro_step_peak_bytes", "update_peak_bytes", "single_step_peak_bytes", "resting_bytes")
+            (
+                *("micro_step_peak_bytes", "update_peak_bytes", "single_step_peak_bytes", "resting_bytes"),
+                "before_backward_bytes",
+            )
         )
         return replace(measurement, memory=tuple(replace(memory, **unknown) for memory in measurement.memory))
 

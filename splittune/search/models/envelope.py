@@ -50,7 +50,7 @@ class Envelope:
         at_most: where f is no more than so many bytes; at least one point.
         at_least: where f is no less.
         rest: no line begins below it.
-        slopes: least and most of the largest beta, as others tell.
+        least, most: of the largest beta and of the largest omega, as others tell.
     """
 
     rest: float
@@ -66,7 +66,12 @@ class Envelope:
 
     @classmethod
     def through(
-        cls, at_most: Points, at_least: Points, rest: float, slopes: tuple[float, float] = (0.0, np.inf)
+        cls,
+        at_most: Points,
+        at_least: Points,
+        rest: float,
+        least: tuple[float, float] = (0.0, 0.0),
+        most: tuple[float, float] = (np.inf, np.inf),
     ) -> Envelope:
         """The envelope that these points leave; see `Envelope`."""
         chords, ends = _chords(at_most, at_least)
@@ -76,13 +81,13 @@ class Envelope:
             rest = max(min(rest, float(begins.min())), 0.0)
         rest = min(rest, float(at_most.num_bytes.min()) - 1.0)
         alone = np.where((chords.sizes > 0) & (chords.sizes[:, ::-1] <= 0), chords.sizes, np.inf)
-        least_slopes = np.maximum((chords.num_bytes[:, None] / alone).max(axis=0, initial=0.0), [slopes[0], 0.0])
+        least_slopes = np.maximum((chords.num_bytes[:, None] / alone).max(axis=0, initial=0.0), least)
         grown = at_most.num_bytes - rest
         beside = np.maximum(grown - least_slopes[0] * at_most.sizes[:, 0], 0.0)
         gathers = at_most.sizes[:, 1] > 0
         # outputs are alive together with the activations
         omega = (beside[gathers] / at_most.sizes[gathers, 1]).min() if gathers.any() else 0.0
-        most_slopes = max(slopes[1], least_slopes[0]), max(float(omega), least_slopes[1])
+        most_slopes = max(most[0], least_slopes[0]), max(min(float(omega), most[1]), least_slopes[1])
         return cls(
             rest=rest,
             corners=_extreme_lines(at_most.sizes, grown, most_slopes),
@@ -123,6 +128,13 @@ def _times(sizes: FloatArray, over: FloatArray) -> FloatArray:
     """(..., C) how many times `sizes`, (..., C, 2), go over chords, (C, 2), in the sizes that these grow in."""
     grows = over > 0
     return np.asarray(np.where(grows, sizes / np.where(grows, over, 1.0), np.inf).min(axis=-1))
+
+
+def steepest_from(num_bytes: float, at_most: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """The largest beta, and omega, of a line that has so many bytes without samples and is nowhere above `at_most`."""
+    rises = [[(peak - num_bytes) / sizes[which] for *sizes, peak in at_most if sizes[which] > 0] for which in (0, 1)]
+    share, micro_batch = (max(0.0, min(rise, default=0.0)) for rise in rises)
+    return share, micro_batch
 
 
 def begins_above(num_bytes: float, at_most: Points, at_least: Points) -> bool:

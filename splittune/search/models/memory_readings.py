@@ -44,6 +44,8 @@ class Reading:
     peak_bytes: int
     resting_bytes: int | None
     """Held just before the forward; None where unknown."""
+    saved_bytes: int | None
+    """What the forward left for the backward; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,11 @@ class MemoryReadings:
                 continue
             accumulates = split.accumulation_steps > 1
             size = size_of(device, split)
-            readings.append(Reading(size, accumulates, memory.batch_peak_bytes, memory.resting_bytes))
+            rest, live = memory.resting_bytes, memory.before_backward_bytes
+            saved = None if rest is None or live is None else max(0, live - rest)
+            readings.append(Reading(size, accumulates, memory.batch_peak_bytes, rest, saved))
             if memory.single_step_peak_bytes is not None and accumulates:
-                readings.append(Reading(size, False, memory.single_step_peak_bytes, None))
+                readings.append(Reading(size, False, memory.single_step_peak_bytes, None, None))
         return readings
 
     def knows(self, devices: Sequence[int], accumulates: bool) -> bool:
@@ -147,6 +151,26 @@ class MemoryReadings:
             # what they held when another lacked memory
             at_least += [(*size_of(i, split), float(memory[i].peak_allocated_bytes)) for i in held]
         return at_most, at_least, min(rests[True] or rests[False], default=None)
+
+    def saved(self, devices: Sequence[int]) -> list[tuple[float, float, float, float]]:
+        """The size, what its forward left for the backward and what rested, of each trial of `devices` that tells.
+
+        Of replicas only those that accumulate: others' parameters are copied in the forward.
+        """
+        return [
+            (*reading.size, float(reading.saved_bytes), float(reading.resting_bytes))
+            for device in devices
+            for reading in self.readings(device)
+            if reading.saved_bytes is not None and reading.resting_bytes is not None
+            if reading.accumulates or device == 0
+        ]
+
+    def saved_part(self, devices: Sequence[int]) -> float:
+        """Of the largest peak, less what rests, the part that the forward left; 0 where no trial tells."""
+        readings = [reading for device in devices for reading in self.readings(device)]
+        told = [(r.peak_bytes, r.resting_bytes, r.saved_bytes) for r in readings if r.saved_bytes is not None]
+        peak, rest, saved = max(told, default=(1, 0, 0))
+        return min(1.0, (saved or 0) / max(1, peak - (rest or 0)))
 
     def gradient_bytes(self, devices: Sequence[int]) -> float:
         """What a step that accumulates holds more than a single one; infinite where no trial read both."""

@@ -43,7 +43,7 @@ def test_the_highest_of_any_lines_lies_within_the_envelope(data: st.DataObject) 
     pairs = [(s, s + more) for s, more in data.draw(st.lists(st.tuples(share, share), min_size=1, max_size=6))]
     asked = [(s, s + more) for s, more in data.draw(st.lists(st.tuples(share, share), min_size=1, max_size=6))]
     seen = at(*((s, m, peak(s, m)) for s, m in pairs))
-    envelope = Envelope.through(seen, seen, rest=float(rest), slopes=(0.0, float(beta)))
+    envelope = Envelope.through(seen, seen, rest=float(rest), most=(float(beta), np.inf))
     truth = np.array([peak(*one) for one in asked])
     assert (envelope.least(sizes(*asked)) <= truth * (1 + 1e-6) + 1e-6).all()
     if any(m for _, m in pairs) or not omega:

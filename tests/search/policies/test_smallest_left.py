@@ -19,7 +19,7 @@ def test_when_nothing_fitted_the_smallest_burden_on_the_suspect_comes_next() -> 
     assert proposals[1].kind == "smallest left"
     assert proposals[1].split == split(16, 16, 0, 1)
     assert trials[1].fits
-    assert all(proposal.split.gpu0_bsz == 0 for proposal in proposals[1:4])
+    assert all(proposal.split.gpu0_bsz == 0 for proposal in proposals[1:3])
     assert all(one.split.gpu0_bsz == 0 or one.split.accumulation_steps == 1 for one in proposals[1:])
 
 

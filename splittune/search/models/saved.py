@@ -1,0 +1,54 @@
+"""What a sample leaves in memory for the backward: no peak grows by less, and hardly one by much more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from splittune.search.models.memory_readings import REPEATABILITY, MemoryReadings
+
+# A forward copies parameters in half precision where the job has it, and keeps them for the backward: half as large as
+# they are, so of what rests beside gradients this part at most. Such copies are of no sample.
+COPIED_PART = 0.25
+# What a sample takes at the peak is at most so many times what it left: gradients of activations come on top, and what
+# is computed again. A choice: real models showed up to 1.9. Larger, and peaks that have not grown yet may grow more.
+MOST_AT_PEAK = 4.0
+
+
+class Slopes(NamedTuple):
+    """Bytes of a sample."""
+
+    share: float
+    """Of the device's own share."""
+    micro_batch: float
+    """Of the whole micro-batch, on GPU 0."""
+
+
+def saved_slopes(readings: MemoryReadings, replicas: Sequence[int]) -> tuple[Slopes, Slopes]:
+    """Least and most of what a forward leaves of a sample; 0 and infinite where no trial tells.
+
+    A replica's samples are all its own, and those of GPU 0 are alike; what it has beyond is outputs of the micro-batch.
+
+    Worked: 4 GiB rest on a replica, and it leaves 3 GiB for 2 samples. That is 1 to 1.5 a sample, ``(3 - 4 / 4) / 2``
+    to ``3 / 2``, for copies of parameters may be among it. Then it leaves 6 GiB for 4: it made none, so 1.5.
+    """
+    least, most, points = 0.0, np.inf, sorted(readings.saved(replicas))
+    copied = min((COPIED_PART * rest for *_, rest in points), default=np.inf)
+    for place, (share, _, saved, _) in enumerate(points):
+        least = max(least, (saved * (1 - REPEATABILITY) - copied) / share)
+        most = min(most, saved * (1 + REPEATABILITY) / share)
+        for fewer, _, before, _ in points[:place]:
+            if fewer < share:
+                risen = saved * (1 - REPEATABILITY) - before * (1 + REPEATABILITY)
+                least = max(least, risen / (share - fewer))
+    least = min(least, most)
+    copied = min([copied, *(saved * (1 + REPEATABILITY) - least * share for share, _, saved, _ in points)])
+    least_output, most_output = 0.0, np.inf
+    for share, size, saved, rest in readings.saved([0]):
+        own = most * share if share else 0.0
+        beside = min(copied, COPIED_PART * rest) + own
+        least_output = max(least_output, (saved * (1 - REPEATABILITY) - beside) / size)
+        most_output = min(most_output, (saved * (1 + REPEATABILITY) - least * share) / size)
+    return Slopes(least, least_output), Slopes(most, max(most_output, least_output))

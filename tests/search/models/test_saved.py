@@ -1,0 +1,122 @@
+"""What a sample leaves for the backward, as bounds: no forward that agrees with the readings is outside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splittune.hardware.base import DeviceMemory
+from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.judged_trials import JudgedTrial
+from splittune.search.models.memory import MemoryModel
+from splittune.search.models.memory_readings import MemoryReadings
+from splittune.search.models.saved import COPIED_PART, Slopes, saved_slopes
+from splittune.split import BatchSplit
+from tests.search.problem import MIB, split
+
+B = 64
+REST = 400
+# Bounds are that wide for the repeatability of readings; a chord of near shares makes more of it.
+ROUNDING = 1e-6
+
+
+def forward(share: float, sample: float, copied: float = 0.0, output: float = 0.0, m: float = 0.0) -> float:
+    """MiB before a backward."""
+    return REST + copied + sample * share + output * m
+
+
+def run_of(
+    tried: BatchSplit, sample: float, copied: float = 0.0, output: float = 0.0, peak: float = 990
+) -> Measurement:
+    """A trial whose forward leaves so many MiB: of a sample, in copies, and of an output on GPU 0."""
+    m = tried.micro_batch_size
+    told = [
+        forward(share, sample, copied, 0.0 if device else output, m) for device, share in enumerate(tried.shard_sizes)
+    ]
+    return Measurement(
+        split=tried,
+        outcome=Outcome.OK,
+        whole_step_times_s=(1.0,),
+        memory=tuple(
+            DeviceMemory(
+                device=device,
+                total_bytes=1000 * MIB,
+                outside_bytes=0,
+                peak_allocated_bytes=int(max(peak, live) * MIB),
+                peak_reserved_bytes=int(max(peak, live) * MIB),
+                resting_bytes=REST * MIB,
+                before_backward_bytes=int(live * MIB),
+            )
+            for device, live in enumerate(told)
+        ),
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=4),
+    st.floats(1, 90),
+    st.floats(0, COPIED_PART * REST),
+    st.floats(0, 30),
+)
+def test_what_a_forward_really_leaves_is_within_the_bounds(
+    shares: list[tuple[int, int]], sample: float, copied: float, output: float
+) -> None:
+    """Of a sample and of an output, whatever copies of parameters the forward makes beside."""
+    runs = [run_of(split(3 * sum(s), 3, *s), sample, copied, output) for s in shares]
+    least, most = saved_slopes(MemoryReadings(2, runs), [1])
+    assert least.share * (1 - ROUNDING) <= sample * MIB <= most.share * (1 + ROUNDING)
+    assert least.micro_batch * (1 - ROUNDING) - 1 <= output * MIB <= most.micro_batch * (1 + ROUNDING) + 1
+
+
+def test_two_shares_tell_copies_of_parameters_from_samples() -> None:
+    """One share leaves both possible; with another what a sample leaves is the rise between them."""
+    one = run_of(split(B, 16, 2, 2), 20, copied=80)
+    other = run_of(split(B, 4, 8, 8), 20, copied=80)
+    once, _ = saved_slopes(MemoryReadings(2, [one]), [1])
+    twice, _ = saved_slopes(MemoryReadings(2, [one, other]), [1])
+    assert once.share / MIB == pytest.approx(10, rel=0.03)  # (120 - 400 / 4) / 2
+    assert twice.share / MIB == pytest.approx(20, rel=0.03)
+
+
+def test_nothing_is_known_where_no_trial_tells() -> None:
+    """Neither of trials without the reading, nor of replicas whose parameters the forward itself brought."""
+    run = run_of(split(B, 16, 2, 2), 20)
+    silent = replace(run, memory=tuple(replace(card, before_backward_bytes=None) for card in run.memory))
+    single = run_of(split(4, 1, 2, 2), 20)
+    for trial in (silent, single):
+        least, most = saved_slopes(MemoryReadings(2, [trial]), [1])
+        assert (least.share, most.share) == (0.0, np.inf)
+    assert saved_slopes(MemoryReadings(2, [silent]), [1]) == (Slopes(0.0, 0.0), Slopes(np.inf, np.inf))
+
+
+def needed(sample: float | None, peak: float, shares: tuple[int, int]) -> tuple[float, float]:
+    """The least that surely grows and the most foretold of the replica, in MiB, after a trial with 2 samples each."""
+    run = run_of(split(B, 16, 2, 2), sample or 0.0, peak=peak)
+    if sample is None:
+        run = replace(run, memory=tuple(replace(card, before_backward_bytes=None) for card in run.memory))
+    model = MemoryModel([JudgedTrial.of(run, [0, 0])], 2)
+    told = model.needed(np.array([4.0]), np.array([shares], dtype=float))
+    return float(told.sure[0, 1]) / MIB, float(told.foretold[0, 1]) / MIB
+
+
+def test_what_samples_left_grows_where_another_phase_holds_the_peak() -> None:
+    """Of 700 MiB with 2 samples 300 lie above what rests; that samples took them is sure where it was read."""
+    unread, read = needed(None, 700, (8, 8)), needed(150, 700, (8, 8))
+    assert unread[0] < 710
+    assert read[0] == pytest.approx(REST + 8 * (300 - 100) / 2, rel=0.01)
+
+
+def test_a_peak_of_another_phase_does_not_grow_with_samples_that_leave_little() -> None:
+    """Of the same peak nothing says without the reading that it is not the samples'; 5 MiB each are far from that."""
+    unread, read = needed(None, 700, (8, 8)), needed(5, 700, (8, 8))
+    assert read[1] < 850
+    assert unread[1] > 1500
+
+
+def test_what_no_gradient_explains_may_be_computed_again() -> None:
+    """A peak beyond what rests, and as much again, is of samples though they left nothing: of checkpoints, say."""
+    assert needed(1, 2000, (8, 8))[1] > 4 * (2000 - 2 * REST)
