@@ -120,12 +120,6 @@ class SearchState:
         return any(trial.fits for trial in self.trials)
 
     @cached_property
-    def num_ooms(self) -> int:
-        """How many trials ran out of memory once one had run."""
-        first = next((place for place, trial in enumerate(self.trials) if trial.ran), len(self.trials))
-        return sum(trial.lacks_memory and not trial.ran for trial in self.trials[first:])
-
-    @cached_property
     def limits(self) -> FloatArray:
         """(n,) the bytes that each device may hold and keep its headroom."""
         return np.asarray(self.memory.budget_bytes - self.demands)

@@ -28,7 +28,7 @@ class UpperConfidenceBound:
 
     A trial that runs and lacks headroom still tells how much: the gain counts by the cube root of the chance
     that a split which runs keeps it, `LEAST_KEPT` at least. What ran out of memory is far from what is risked next
-    (`SearchState.distance_to_ooms`), and each such trial costs as much more as there were.
+    (`SearchState.distance_to_ooms`).
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
     may be as little as `most_lost` behind the best is measured, too.
@@ -38,9 +38,9 @@ class UpperConfidenceBound:
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
     oom_price: float = 0.5
-    """What the first trial that runs out of memory costs, in logarithms of time, a third three times as much. A
-    choice: of 0.1 to 3 the largest with which no more searches ended far behind a split that they did not dare.
-    Larger: fewer risks, and more such searches."""
+    """What a trial that runs out of memory costs, in logarithms of time. A choice: of 0.1 to 3 the largest with
+    which no more searches ended far behind a split that they did not dare. Larger: fewer risks, and more such
+    searches."""
     blind_oom_price: float = 0.1
     """The price where trials do not tell what is held at rest: running out of memory is then the only way to
     learn what fits. A choice."""
@@ -60,7 +60,7 @@ class UpperConfidenceBound:
         runs = np.where(scores.cannot_oom, 1.0, self._chance_to_run(state, scores))
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
         gain = scores.optimistic_gain(self.deviations * state.doubt)
-        price = self.oom_price * max(1, state.num_ooms) if state.memory.knows_rest else self.blind_oom_price
+        price = self.oom_price if state.memory.knows_rest else self.blind_oom_price
         kept = np.maximum(fits / np.maximum(runs, 1e-9), LEAST_KEPT)
         worth = gain * np.cbrt(kept) * runs - price * (1 - runs)
         worth = np.where(state.is_grown_slowly(scores.table), worth, -np.inf)

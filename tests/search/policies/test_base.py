@@ -142,11 +142,3 @@ def test_a_share_a_little_below_one_that_ran_out_of_memory_is_near_it() -> None:
             global_batch_size=160, steps=np.ones(3), shards=np.array([one.shard_sizes for one in wanted], dtype=float)
         )
         assert state.distance_to_ooms(table) == pytest.approx(expected)
-
-
-def test_each_oom_once_a_trial_ran_is_counted() -> None:
-    """Before one ran they are how a search learns where to go."""
-    problem = job([card_memory(is_first=True, sample=10, total=700), card_memory()], B=160, shares="each")
-    state = state_after(problem, [split(160, 1, 160, 0), even(160, 80, 2), split(160, 1, 80, 80)])
-    assert [trial.ran for trial in state.trials] == [False, True, False]
-    assert state.num_ooms == 1
