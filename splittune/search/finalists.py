@@ -23,7 +23,7 @@ NUM_FINALISTS = 3
 # The first trial may have been cold, and took longer than it would now: it is measured once more if it lacks at most
 # this part of the speed of the fastest, and before that its time may be off by half of it. A choice. Larger: more
 # searches measure one more split.
-MOST_COLD = 0.1
+MOST_COLD = 0.2
 # What the time model says of a split that was measured is off by so much, relative. A choice: its trials tell of all
 # splits what a few steps of one do not. Smaller: measurements count less beside it; larger: noise decides more often.
 MODEL_ERROR = 0.01

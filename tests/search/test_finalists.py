@@ -85,7 +85,7 @@ def test_the_first_trial_may_have_been_cold() -> None:
     assert again.asked == [uneven(2), uneven(3), uneven(4), uneven(5)]
     assert confirmed.best == ran(uneven(5), 3.9)
     again = Again(*rest)
-    confirm([ran(uneven(5), 5.0), *rest], again)
+    confirm([ran(uneven(5), 5.5), *rest], again)
     assert uneven(5) not in again.asked
 
 
