@@ -114,7 +114,7 @@ class Network:
 class Replay:
     """Steps of training through a caching allocator, tensor by tensor: what each phase held at most.
 
-    `peaks` has the four readings of a trial, by the names of `DeviceMemory`, and `reserved_bytes` what
+    `peaks` has the five readings of a trial, by the names of `DeviceMemory`, and `reserved_bytes` what
     the card reserved, segments and all. Nothing is handed back, as on a card that is not full.
     """
 
