@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from splittune.profiling.measurement import Outcome
-from splittune.profiling.recorder import Recorder
+from splittune.profiling.recorder import Phase, Recorder
 from splittune.split import BatchSplit
 from tests.profiling.fake_hardware import FakeHardware
 
@@ -91,10 +91,15 @@ def test_what_a_forward_left_is_read_before_the_backward(is_modelled: bool, told
     hardware = FakeHardware()
     hardware.is_modelled = is_modelled
     recorder = Recorder(hardware)
-    phases = {"warm_up": [50, 10], "single_step": [40, 20], "micro_step": [70, 30], "update": [60, 0]}
+    phases: dict[Phase, list[int]] = {
+        "warm_up": [50, 10],
+        "single_step": [40, 20],
+        "micro_step": [70, 30],
+        "update": [60, 0],
+    }
     for phase, allocated in phases.items():
         hardware.allocated = allocated
-        with recorder.phase(phase):  # type: ignore[arg-type]
+        with recorder.phase(phase):
             if phase != "update":
                 recorder.before_backward()
         hardware.allocated = [900, 900]

@@ -167,10 +167,14 @@ class MemoryReadings:
 
     def saved_part(self, devices: Sequence[int]) -> float:
         """Of the largest peak, less what rests, the part that the forward left; 0 where no trial tells."""
-        readings = [reading for device in devices for reading in self.readings(device)]
-        told = [(r.peak_bytes, r.resting_bytes, r.saved_bytes) for r in readings if r.saved_bytes is not None]
+        told = [
+            (reading.peak_bytes, reading.resting_bytes, reading.saved_bytes)
+            for device in devices
+            for reading in self.readings(device)
+            if reading.saved_bytes is not None and reading.resting_bytes is not None
+        ]
         peak, rest, saved = max(told, default=(1, 0, 0))
-        return min(1.0, (saved or 0) / max(1, peak - (rest or 0)))
+        return min(1.0, saved / max(1, peak - rest))
 
     def gradient_bytes(self, devices: Sequence[int]) -> float:
         """What a step that accumulates holds more than a single one; infinite where no trial read both."""

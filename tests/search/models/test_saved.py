@@ -14,28 +14,33 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
 from splittune.search.models.memory_readings import MemoryReadings
-from splittune.search.models.saved import COPIED_PART, Slopes, saved_slopes
+from splittune.search.models.saved import Slopes, saved_slopes
 from splittune.split import BatchSplit
 from tests.search.problem import MIB, split
 
 B = 64
-REST = 400
+PARAMETERS = 200
+REST = 2 * PARAMETERS
 # Bounds are that wide for the repeatability of readings; a chord of near shares makes more of it.
 ROUNDING = 1e-6
 
 
-def forward(share: float, sample: float, copied: float = 0.0, output: float = 0.0, m: float = 0.0) -> float:
-    """MiB before a backward."""
-    return REST + copied + sample * share + output * m
-
-
 def run_of(
-    tried: BatchSplit, sample: float, copied: float = 0.0, output: float = 0.0, peak: float = 990
+    tried: BatchSplit,
+    sample: float,
+    copied: float = 0.0,
+    output: float = 0.0,
+    peak: float = 990,
+    gradients: float = PARAMETERS,
 ) -> Measurement:
-    """A trial whose forward leaves so many MiB: of a sample, in copies, and of an output on GPU 0."""
-    m = tried.micro_batch_size
+    """A trial whose forward leaves so many MiB: of a sample, in copies, and of an output on GPU 0.
+
+    Parameters and gradients rest on every device; a step of one micro-batch has no gradients at its peak.
+    """
+    rest = PARAMETERS + gradients
     told = [
-        forward(share, sample, copied, 0.0 if device else output, m) for device, share in enumerate(tried.shard_sizes)
+        rest + copied + sample * share + (0.0 if device else output) * tried.micro_batch_size
+        for device, share in enumerate(tried.shard_sizes)
     ]
     return Measurement(
         split=tried,
@@ -48,7 +53,10 @@ def run_of(
                 outside_bytes=0,
                 peak_allocated_bytes=int(max(peak, live) * MIB),
                 peak_reserved_bytes=int(max(peak, live) * MIB),
-                resting_bytes=REST * MIB,
+                single_step_peak_bytes=int((max(peak, live) - gradients) * MIB)
+                if tried.accumulation_steps > 1
+                else None,
+                resting_bytes=int(rest * MIB),
                 before_backward_bytes=int(live * MIB),
             )
             for device, live in enumerate(told)
@@ -59,14 +67,15 @@ def run_of(
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=4),
     st.floats(1, 90),
-    st.floats(0, COPIED_PART * REST),
+    st.floats(0, PARAMETERS / 2),
     st.floats(0, 30),
+    st.floats(0, PARAMETERS),
 )
 def test_what_a_forward_really_leaves_is_within_the_bounds(
-    shares: list[tuple[int, int]], sample: float, copied: float, output: float
+    shares: list[tuple[int, int]], sample: float, copied: float, output: float, gradients: float
 ) -> None:
-    """Of a sample and of an output, whatever copies of parameters the forward makes beside."""
-    runs = [run_of(split(3 * sum(s), 3, *s), sample, copied, output) for s in shares]
+    """Of a sample and of an output, whatever copies of parameters the forward makes, and however many are frozen."""
+    runs = [run_of(split(3 * sum(s), 3, *s), sample, copied, output, gradients=gradients) for s in shares]
     least, most = saved_slopes(MemoryReadings(2, runs), [1])
     assert least.share * (1 - ROUNDING) <= sample * MIB <= most.share * (1 + ROUNDING)
     assert least.micro_batch * (1 - ROUNDING) - 1 <= output * MIB <= most.micro_batch * (1 + ROUNDING) + 1
@@ -78,7 +87,7 @@ def test_two_shares_tell_copies_of_parameters_from_samples() -> None:
     other = run_of(split(B, 4, 8, 8), 20, copied=80)
     once, _ = saved_slopes(MemoryReadings(2, [one]), [1])
     twice, _ = saved_slopes(MemoryReadings(2, [one, other]), [1])
-    assert once.share / MIB == pytest.approx(10, rel=0.03)  # (120 - 400 / 4) / 2
+    assert once.share / MIB == pytest.approx(10, rel=0.03)  # (120 - 200 / 2) / 2
     assert twice.share / MIB == pytest.approx(20, rel=0.03)
 
 
