@@ -10,7 +10,7 @@ import numpy as np
 from splittune.search.models.memory_readings import REPEATABILITY, MemoryReadings
 
 # A forward copies parameters in half precision where the job has it, and keeps them for the backward: half as large as
-# they are. Such copies are of no sample.
+# they are, so at most this part of what rests, which may be little else where most are frozen. They are of no sample.
 COPIED_PART = 0.5
 # What a sample takes at the peak is at most so many times what it left: gradients of activations come on top, and what
 # is computed again. A choice: real models showed up to 1.9. Larger, and peaks that have not grown yet may grow more.
@@ -31,14 +31,11 @@ def saved_slopes(readings: MemoryReadings, replicas: Sequence[int]) -> tuple[Slo
 
     A replica's samples are all its own, and those of GPU 0 are alike; what it has beyond is outputs of the micro-batch.
 
-    Worked: 4 GiB rest on a replica, half of them gradients, and it leaves 3 GiB for 2 samples. That is 1 to 1.5 a
-    sample, ``(3 - 2 / 2) / 2`` to ``3 / 2``, for copies of parameters may be among it. Then it leaves 6 GiB for 4: it
-    made none, so 1.5. Where most parameters are frozen hardly any gradients rest, and copies may be 2 GiB.
+    Worked: 4 GiB rest on a replica, and it leaves 3 GiB for 2 samples. That is 0.5 to 1.5 a sample, ``(3 - 4 / 2) / 2``
+    to ``3 / 2``, for copies of parameters may be among it. Then it leaves 6 GiB for 4: it made none, so 1.5.
     """
     least, most, points = 0.0, np.inf, sorted(readings.saved(replicas))
-    gradients = readings.gradient_bytes(replicas)
-    gradients = gradients if np.isfinite(gradients) else 0.0  # of unknown ones none are counted on
-    copied = min((COPIED_PART * (rest - gradients) for *_, rest in points), default=np.inf)
+    copied = min((COPIED_PART * rest for *_, rest in points), default=np.inf)
     for place, (share, _, saved, _) in enumerate(points):
         least = max(least, (saved * (1 - REPEATABILITY) - copied) / share)
         most = min(most, saved * (1 + REPEATABILITY) / share)
