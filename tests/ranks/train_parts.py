@@ -18,5 +18,7 @@ dataset = TensorDataset(torch.randn(29, 6).double(), torch.randint(3, (29,)))
 loader = DataLoader(dataset, batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(1))
 # the README's lines stand here
 torch.save(model.state_dict(), f"state{os.environ.get('RANK', '')}.pt")
-if torch.distributed.is_initialized():  # as the README says; a process that leaves gloo's threads behind may abort
+if torch.distributed.is_initialized():  # as the README says
     torch.distributed.destroy_process_group()
+    # DistributedDataParallel holds the group on, and gloo's threads may abort Python's own farewell (pytorch #179291)
+    os._exit(0)
