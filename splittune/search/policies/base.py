@@ -184,23 +184,35 @@ class SearchState:
     def distance_to_ooms(self, table: SplitTable) -> FloatArray:
         """(N,) how far each split is from those that ran out of memory: 0 at one, 1 from `NEAR` below all of them.
 
-        Where a share failed, one a little smaller most likely does: what fits lies anywhere below. On GPU 0,
-        which holds outputs of the whole micro-batch, that may be smaller instead. Worked: 80 samples ran out
-        of memory. With 76 the distance is ``(1 - 76 / 80) / 0.2 = 0.25``.
+        Where a share failed, one a little smaller most likely does, on that device and on those alike: what fits lies
+        anywhere below. On GPU 0, which holds outputs of the whole micro-batch, that may be smaller instead. Worked: 80
+        samples ran out of memory. With 76 the distance is ``(1 - 76 / 80) / 0.2 = 0.25``.
         """
         distance = np.ones(len(table))
         for trial in self.trials:
             if trial.ran or not trial.lacks_memory:
                 continue
-            shares = np.array(trial.split.shard_sizes, dtype=float)
-            ratios = np.where(shares > 0, table.shards / np.maximum(shares, 1.0), np.inf)
-            ratios[:, 0] = np.minimum(ratios[:, 0], table.micro_batch_sizes / trial.split.micro_batch_size)
-            # where nobody knows which device failed it may be the one that has less now
-            known = sorted(trial.oom_devices)
-            ratio = ratios[:, known].max(axis=1) if known else ratios.min(axis=1)
             told = (table.steps > 1) >= (trial.split.accumulation_steps > 1)
-            distance = np.where(told, np.minimum(distance, np.clip((1 - ratio) / NEAR, 0.0, 1.0)), distance)
+            near = np.clip((1 - self._part_of_oom(table, trial)) / NEAR, 0.0, 1.0)
+            distance = np.where(told, np.minimum(distance, near), distance)
         return distance
+
+    def _part_of_oom(self, table: SplitTable, trial: JudgedTrial) -> FloatArray:
+        """(N,) the part that each split has of what ran out of memory, on the device where it is most.
+
+        Where nobody names a device it is the one that had least left. Without readings any may have been it, so the
+        least part of all counts.
+        """
+        shares = trial.split.shard_sizes
+        gpu0 = table.micro_batch_sizes / trial.split.micro_batch_size
+        if shares[0]:
+            gpu0 = np.minimum(gpu0, table.shards[:, 0] / shares[0])
+        if trial.oom_devices or trial.measurement.memory:
+            failed, count = [(i, self.memory.alike(i)) for i in sorted(trial.likely_oom_devices)], np.max
+        else:
+            failed, count = [(i, (i,)) for i, share in enumerate(shares) if share or i == 0], np.min
+        parts = [gpu0 if i == 0 else table.shards[:, alike].max(axis=1) / max(1, shares[i]) for i, alike in failed]
+        return np.asarray(count(parts, axis=0))
 
     def throughput(self, scores: CandidateScores, row: int) -> float:
         """Samples per second predicted for a candidate."""

@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.candidates.table import SplitTable
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.policies.base import MAX_GROWTH
 from tests.search.policies.story import best_of, search, state_after
 from tests.search.problem import CardTime, Job, card_memory, even, job, split
@@ -142,3 +144,22 @@ def test_a_share_a_little_below_one_that_ran_out_of_memory_is_near_it() -> None:
             global_batch_size=160, steps=np.ones(3), shards=np.array([one.shard_sizes for one in wanted], dtype=float)
         )
         assert state.distance_to_ooms(table) == pytest.approx(expected)
+
+
+def test_where_nobody_names_the_device_that_ran_out_it_had_least_left_and_those_alike_are_near_too() -> None:
+    """GPU 1 had least left with 80 samples: 76 on GPU 2, which held as much with 20, is as near as on GPU 1 itself."""
+    problem = replace(job([card_memory(is_first=True), *[card_memory(sample=10)] * 3], B=160), oom="silent")
+    small, large = even(160, 2, 4), split(160, 1, 20, 80, 30, 30)
+    ran = problem.measure(small)
+    left = (0.5, 0.06, 0.5, 0.5)
+    memory = tuple(
+        replace(held, peak_reserved_bytes=int(held.total_bytes * (1 - part)))
+        for held, part in zip(ran.memory, left, strict=True)
+    )
+    demands = problem.min_headroom_bytes
+    failed = Measurement(split=large, outcome=Outcome.OUT_OF_MEMORY, memory=memory)
+    state = state_after(problem, [small, JudgedTrial.of(failed, demands)])
+    assert not state.trials[1].oom_devices
+    wanted = [(28, 76, 28, 28), (28, 28, 76, 28), (120, 20, 10, 10)]
+    table = SplitTable(global_batch_size=160, steps=np.ones(3), shards=np.array(wanted, dtype=float))
+    assert state.distance_to_ooms(table) == pytest.approx([0.25, 0.25, 1.0])
