@@ -220,7 +220,7 @@ class Hardware(Protocol):
         ...
 
     def recover(self, *, thoroughly: bool = False) -> None:
-        """Collect garbage and hand cached memory back, on every device.
+        """Wait for a failed backward's threads, collect garbage and hand cached memory back, on every device.
 
         Call it outside any except block, whose error holds a failed step's frames. `thoroughly`
         also ends what libraries keep for the next call, at the price of their making it again.

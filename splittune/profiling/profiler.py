@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
-import torch
-
 from splittune.errors import add_note
 from splittune.hardware.base import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory, is_sticky
@@ -144,7 +142,6 @@ class Profiler:
         """Empty the devices and put the job back; touch no device that is not usable any more."""
         try:
             if is_usable:
-                finish_backward()
                 self.hardware.recover()
         except RuntimeError as error:  # a kernel's own error may show only now
             is_usable = not is_sticky(error)
@@ -181,16 +178,6 @@ class _TrialState:
     """What was read when it did."""
     throttling: tuple[str, ...] = ()
     is_throttled: bool = False
-
-
-def finish_backward() -> None:
-    """Run an empty backward: with it autograd drops what a failed one has left in this thread.
-
-    Its threads for the cards are idle by then: a backward that fails raises once they have dropped what it gave them
-    (tests/standin/test_failed_backward.py).
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), requires_grad=True).backward()
 
 
 def _describe(error: BaseException, device: int | None) -> str:

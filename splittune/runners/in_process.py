@@ -14,17 +14,11 @@ from splittune.hardware import Device, DeviceMemory, Hardware
 from splittune.hardware.oom import is_sticky
 from splittune.profiling.foretold import Foretold
 from splittune.profiling.measurement import LossPlacement
-from splittune.profiling.profiler import Profiler, finish_backward
+from splittune.profiling.profiler import Profiler
 from splittune.runners.base import JobFacts
 from splittune.signals import deferred
 from splittune.split import BatchSplit
 from splittune.training import SampleBatch, Snapshot, TrainingTask, read_batches
-
-
-def free_leftovers(hardware: Hardware) -> None:
-    """Free what a step left on the devices, one that failed too. Call it outside any except block."""
-    finish_backward()
-    hardware.recover()
 
 
 class InProcessRunner:
@@ -122,7 +116,7 @@ class InProcessRunner:
         with deferred():
             try:
                 if is_usable:
-                    free_leftovers(self._hardware)
+                    self._hardware.recover()
             except RuntimeError as error:  # a kernel's own error may show only now
                 is_usable = not is_sticky(error)
                 raise

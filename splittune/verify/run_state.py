@@ -8,7 +8,6 @@ from typing import Literal
 
 from splittune.hardware import DeviceMemory, Hardware
 from splittune.hardware.oom import is_out_of_memory, is_sticky
-from splittune.runners.in_process import free_leftovers
 from splittune.verify.result import Lack
 
 Phase = Literal["training", "evaluation"]
@@ -46,7 +45,7 @@ def run_metered(hardware: Hardware, act: Callable[[], None], state: RunState) ->
     Running out of memory is a result. Every other exception passes through, an error that spoils
     the devices for this process too, even where it speaks of memory.
     """
-    free_leftovers(hardware)
+    hardware.recover()
     with hardware.metered():
         try:
             act()

@@ -1,6 +1,6 @@
 """After a backward pass that failed, every device's thread of autograd is idle before memory is counted.
 
-torch itself waits for them. Nothing of ours does, so these tests are what would tell of a torch that does not.
+torch waits for them only where the thread that called it has nothing to do itself.
 """
 
 from __future__ import annotations
@@ -59,6 +59,20 @@ class _Fault(torch.autograd.Function):
         return grad
 
 
+class _Slow(torch.autograd.Function):
+    """Backward is at work on the host, in the thread that called it, when the first device's raises."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        assert _Fault.is_raising.wait(60)
+        time.sleep(NODE_S / 3)
+        return grad
+
+
 class _Net(nn.Module):
     def __init__(self, *, is_checkpointed: bool) -> None:
         super().__init__()
@@ -80,23 +94,25 @@ def _fresh() -> None:
     _Fault.num_running, _Fault.outlived = 0, False
 
 
+@pytest.mark.parametrize("host_is_busy", [False, True])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_memory_is_counted_once_every_thread_is_idle(is_checkpointed, monkeypatch):
-    """One device's thread raises, and another's is in the midst of a node: a trial's clean-up comes after both."""
+def test_memory_is_counted_once_every_thread_is_idle(is_checkpointed, host_is_busy, monkeypatch):
+    """One device's thread raises, and another's is in the midst of a node: a trial's clean-up ends after both."""
     hardware, found = resolve_hardware(CARDS), []
     recover = hardware.recover
 
     def spy(**options):
-        found.append((_Fault.num_running, hardware.allocated_bytes()))
         recover(**options)
+        found.append((_Fault.num_running, hardware.allocated_bytes()))
 
     monkeypatch.setattr(hardware, "recover", spy)
     batch = torch.randn(8, 4, requires_grad=is_checkpointed), torch.randn(8, 4)
-    task = TrainingTask(
-        _Net(is_checkpointed=is_checkpointed),
-        [batch],
-        loss_fn=lambda output, targets: (output - targets).square().mean(),
-    )
+
+    def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
+        loss = (output - targets).square().mean()
+        return loss + _Slow.apply(torch.zeros((), requires_grad=True)).to(loss.device) if host_is_busy else loss
+
+    task = TrainingTask(_Net(is_checkpointed=is_checkpointed), [batch], loss_fn=loss_fn)
     profiler = Profiler(task, hardware, read_batches(task.loader), task.snapshot())
     measurement = profiler.measure(BatchSplit(global_batch_size=8, accumulation_steps=1, shard_sizes=(4, 4)))
     assert measurement.outcome is Outcome.OUT_OF_MEMORY

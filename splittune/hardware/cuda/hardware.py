@@ -15,6 +15,7 @@ import torch
 
 from splittune.cards import all_cards, count_cards, kind_of_cards, label_of, module_of, with_index
 from splittune.errors import DeviceError, NvmlUnavailableError
+from splittune.hardware.autograd import finish_backward
 from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
 from splittune.hardware.cuda.busy import BusyGauge
 from splittune.hardware.cuda.mig import refuse_several_instances
@@ -204,6 +205,7 @@ class CudaHardware:
         frees cuBLAS's workspaces as well, tens of MiB for each thread that multiplied, and collects
         again what finalizers let go.
         """
+        finish_backward(self._torch_devices)
         gc.collect()  # frames of a failed step hold tensors in cycles
         self._synchronize()  # a block in use by another stream is freed only once that has finished
         if thoroughly:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from splittune.errors import DeviceError
+from splittune.hardware.autograd import finish_backward
 from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
 from splittune.hardware.virtual.autocast import cuda_autocast
 from splittune.hardware.virtual.catalog import GPUS, GpuModel
@@ -238,10 +239,7 @@ class VirtualHardware:
 
         It is always thorough: there are no libraries that keep anything.
         """
-        # Of a backward pass that failed, torch keeps in this thread what was ready to run,
-        # gradients and all, until the next one: an empty one ends that.
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            torch.zeros((), device="cpu", requires_grad=True).backward()
+        finish_backward()
         gc.collect()
         if self._ledger is not None:
             self._ledger.free_dead()

@@ -19,7 +19,7 @@ from splittune.profiling.pacing import Step
 from splittune.profiling.profiler import Profiler
 from splittune.ranks.module import DistributedSplit
 from splittune.runners.base import JobFacts
-from splittune.runners.in_process import InProcessRunner, free_leftovers
+from splittune.runners.in_process import InProcessRunner
 from splittune.runners.ranks.control import first_line
 from splittune.runners.ranks.orders import Answer, Connect, Order, Probe
 from splittune.runners.ranks.step import RankStep, run_whole_steps
@@ -136,7 +136,7 @@ class OwnRealCard:
             raise
         finally:
             if is_usable:
-                free_leftovers(self.hardware)
+                self.hardware.recover()
             if answer.measurement is None:
                 self._leave_group()
             self._runner.kept.restore()

@@ -117,7 +117,11 @@ class FakeCuda:
         self.log.append(("empty_cache", None))
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put these functions in the place of torch.cuda's."""
+        """Put these functions in the place of torch.cuda's, and of a backward pass on these cards."""
         for name in vars(FakeCuda):
             if not name.startswith("_") and name != "install":
                 monkeypatch.setattr(torch.cuda, name, getattr(self, name), raising=False)
+        monkeypatch.setattr(
+            "splittune.hardware.cuda.hardware.finish_backward",
+            lambda devices: self.log.append(("finish_backward", len(devices))),
+        )

@@ -300,11 +300,12 @@ def test_the_clock_is_read_when_every_device_has_finished(install, monkeypatch):
 
 
 def test_recovery_collects_then_frees_then_resets(install, monkeypatch):
-    """Garbage goes first, so that its memory is in the cache that is emptied; peaks start anew at the end."""
+    """A failed backward ends first; garbage goes before the cache is emptied, which then holds it; peaks start anew."""
     cuda = install(FakeCard(), FakeCard())
     monkeypatch.setattr(gc, "collect", lambda: cuda.log.append(("collect", None)))
     CudaHardware(CUDA[:2]).recover()
     assert cuda.log == [
+        ("finish_backward", 2),
         ("collect", None),
         ("synchronize", 0),
         ("synchronize", 1),
@@ -337,6 +338,7 @@ def test_a_thorough_recovery_frees_workspaces_too(install, monkeypatch):
     )
     hardware.recover(thoroughly=True)
     assert [name for name, _ in cuda.log] == [
+        "finish_backward",
         "collect",
         "synchronize",
         "workspaces",
