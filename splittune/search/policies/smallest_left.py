@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splittune.search.arrays import FloatArray
 from splittune.search.candidates.generate import neighbours
-from splittune.search.candidates.table import SplitTable, concatenate, open_rows, singles_table
+from splittune.search.candidates.table import SplitTable, concatenate, micro_batches, open_rows, singles_table
 from splittune.search.policies.base import Proposal, SearchState
+from splittune.split.shards import share_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,60 +20,80 @@ class SmallestLeft:
     It is the last policy: before a trial ran no other wants one, and afterwards it is what remains
     when the models see no candidate any more. Of splits with the same micro-batch, the one with the
     fewest samples on the devices that likely ran out of memory comes first, then the one with the
-    most steps. Where splits are too many to list those listed may all fail: then what one sample fewer, or a quarter
-    of a share, on a device leaves of those that failed is tried, until no failure leaves any open.
+    most steps. One step holds one copy of the gradients less, and may fit where no accumulation does:
+    then the whole batch is split, evenly first, and from then on beneath the shares that failed.
     """
 
     def propose(self, state: SearchState) -> Proposal | None:
         if state.any_fits:
             return None
         table = state.tables.listed
-        if state.space.shares == "each" and not state.space.min_shard_size:
-            table = concatenate(table, singles_table(state.space))
+        if state.space.shares == "each":
+            table = concatenate(table, singles_table(state.space), _beneath_failures(state))
         table = table.where(open_rows(table, state.trials))
         if not len(table) and not state.tables.is_complete:
-            table = concatenate(table, *(neighbours(t.split, state.space.min_shard_size) for t in state.trials))
+            table = concatenate(*(neighbours(t.split, state.space.min_shard_size) for t in state.trials))
             table = table.where(open_rows(table, state.trials))
-            if len(table):
-                reason = "nothing fitted so far: some samples moved from the devices that failed"
-                split = table.split(self._furthest_from_failures(table, state))
-                return Proposal(split=split, kind="smallest left", reason=reason)
         accumulating = table.where(table.steps > 1)
         if len(accumulating):
-            row = self._smallest(accumulating, state)
             reason = "nothing fitted so far: the smallest split left"
-            return Proposal(split=accumulating.split(row), kind="smallest left", reason=reason)
-        return self._whole_batch(table, state) if len(table) else None
+            split = accumulating.split(self._smallest(accumulating, state))
+            return Proposal(split=split, kind="smallest left", reason=reason)
+        if not len(table):
+            return None
+        reason = "nothing fits that accumulates: the whole batch at once"
+        split = table.split(self._furthest_from_failures(table, state))
+        return Proposal(split=split, kind="whole batch", reason=reason)
 
-    def _smallest(self, table: SplitTable, state: SearchState) -> int:
+    @staticmethod
+    def _smallest(table: SplitTable, state: SearchState) -> int:
+        """The row of the smallest micro-batch; of those the one with least on the devices that failed."""
         suspects = sorted({device for trial in state.trials for device in trial.likely_oom_devices})
         burden = table.shards[:, suspects].sum(axis=1)
         return int(np.lexsort((-table.steps, burden, table.micro_batch_sizes))[0])
 
     @staticmethod
     def _furthest_from_failures(table: SplitTable, state: SearchState) -> int:
-        """Where the largest part that a device has of the least share with which it failed is smallest.
+        """The row whose largest part of what a device failed with is smallest.
 
         Worked: GPU 0 failed with 5 samples and GPU 1 with 4. Of (4, 3, 4) and (3, 3, 5), with parts of 4 / 5 and
-        3 / 4, the second is next.
+        3 / 4, the second is next. Where no failure tells its device, it may have been too much for GPU 0, or too
+        much left to the others: GPU 0's share is furthest from those that failed. Example: of 64 samples on 3
+        devices 21, 43, 10.
         """
-        least = np.full(state.space.num_devices, np.inf)
-        for trial in state.trials:
+        failed = [trial for trial in state.trials if trial.split.accumulation_steps == 1]
+        if failed and not any(trial.oom_devices or trial.measurement.memory for trial in failed):
+            ends = [-1, state.space.global_batch_size + 1]
+            gpu0 = np.array([*(trial.split.gpu0_bsz for trial in failed), *ends])
+            return int(np.abs(table.shards[:, :1] - gpu0).min(axis=1).argmax())
+        parts = table.shards / _least_failed(state, 1)
+        return int(np.lexsort(((parts**2).sum(axis=1), parts.max(axis=1)))[0])
+
+
+def _beneath_failures(state: SearchState) -> SplitTable:
+    """For each size of the micro-batch, shares in proportion to the most that no failure speaks against.
+
+    Worked: of 61 samples all failed on the last of 4 devices, and 12 on each other one. 11, 11, 11 and 60 are left,
+    and 7, 7, 8 and 39 are in proportion.
+    """
+    space, rows = state.space, []
+    for steps, size in micro_batches(space):
+        left = [int(least) - 1 for least in _least_failed(state, steps)]
+        shards = share_out(size, left)
+        if sum(left) >= size and min(shards) >= space.min_shard_size:
+            rows.append((steps, *shards))
+    found = np.array(rows, dtype=float).reshape(-1, 1 + space.num_devices)
+    return SplitTable(global_batch_size=space.global_batch_size, steps=found[:, 0], shards=found[:, 1:])
+
+
+def _least_failed(state: SearchState, steps: int) -> FloatArray:
+    """(n,) the fewest samples, at least 1, with which each device likely ran out of memory.
+
+    Where it never did, one more than there are. A failure with several steps says nothing of a single one.
+    """
+    least = np.full(state.space.num_devices, state.space.global_batch_size + 1.0)
+    for trial in state.trials:
+        if steps > 1 or trial.split.accumulation_steps == 1:
             for device in trial.likely_oom_devices:
-                least[device] = min(least[device], trial.split.shard_sizes[device])
-        return int((table.shards / np.maximum(least, 1.0)).max(axis=1).argmin())
-
-    def _whole_batch(self, table: SplitTable, state: SearchState) -> Proposal | None:
-        """One step holds one copy of the gradients less, and may fit where no accumulation does.
-
-        Evenly first. If that fails, GPU 0 gets the share furthest from those that failed: too much for
-        it, or too much left to the others. Example: of 64 samples on 3 devices 21, 43, 10.
-        """
-        evens = state.tables.evens.where(state.tables.evens.steps == 1)
-        reason = "nothing fits that accumulates: the whole batch at once"
-        failed = [trial.split.gpu0_bsz for trial in state.trials if trial.split.accumulation_steps == 1]
-        if len(evens) and not failed:
-            return Proposal(split=evens.split(0), kind="whole batch", reason=reason)
-        ends = [-1, state.space.global_batch_size + 1]
-        distances = np.abs(table.shards[:, :1] - np.array([*failed, *ends])).min(axis=1)
-        return Proposal(split=table.split(int(distances.argmax())), kind="whole batch", reason=reason)
+                least[device] = min(least[device], max(trial.split.shard_sizes[device], 1))
+    return least

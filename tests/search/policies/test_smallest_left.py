@@ -7,7 +7,7 @@ from splittune.search.candidates.table import can_be_listed
 from splittune.search.policies.proposer import Proposer
 from splittune.search.policies.smallest_left import SmallestLeft
 from tests.search.policies.story import search, state_after
-from tests.search.problem import card_memory, even, job, linear_job, split
+from tests.search.problem import MIB, card_memory, even, job, linear_job, split
 
 
 def test_when_nothing_fitted_the_smallest_burden_on_the_suspect_comes_next() -> None:
@@ -63,6 +63,18 @@ def test_of_a_single_step_shares_of_gpu0_are_spread_out_where_no_device_is_named
     whole = [place for place, one in enumerate(proposals) if one.kind == "whole batch"]
     assert [proposals[place].split.gpu0_bsz for place in whole] == [21, 43, 10]
     assert [trials[place].fits for place in whole] == [False, False, True]
+
+
+def test_of_a_single_step_shares_are_in_proportion_to_what_failed() -> None:
+    """GPUs 0 to 2 hold 12 of 61 samples and GPU 3 holds 27, and no card the copy of gradients: one sample less a trial,
+    from all on GPU 3, would be 34 trials."""
+    problem = linear_job(B=61, num_devices=4, total_mib=(1250, 1250, 1250, 2750), oom="named", shares="each")
+    problem.memories = [replace(card, accumulating=9000 * MIB) for card in problem.memories]
+    assert problem.fits(split(61, 1, 12, 12, 12, 25))
+    assert not problem.fits(split(61, 1, 13, 12, 12, 24))
+    assert not problem.fits(split(61, 1, 11, 11, 11, 28))
+    _, trials = search(problem, most=12)
+    assert any(trial.fits for trial in trials)
 
 
 def test_it_ends_once_a_split_fits() -> None:
