@@ -102,15 +102,15 @@ class JudgedTrial:
         (8, 8) in 2 steps. In 2 steps of 16 samples that leaves (7, inf).
         """
         largest = np.full((len(steps), self.split.num_devices), np.inf)
-        holds = self._holds_for(steps, micro_batches)
         for device in self.oom_devices:
+            holds = self._holds_for(steps, micro_batches if device == 0 else np.full(len(steps), np.inf))
             largest[holds, device] = self.split.shard_sizes[device] - 1
         return largest
 
     def _holds_for(self, steps: FloatArray, micro_batches: FloatArray) -> BoolArray:
-        """(N,) where a device needs as much memory as here, or more, for the same shard.
+        """(N,) where GPU 0 needs as much memory as here, or more, for the same shard.
 
-        GPU 0 gathers the outputs of the whole micro-batch, so a smaller one may fit. Accumulation
+        It gathers the outputs of the whole micro-batch, so a smaller one may fit. Accumulation
         costs one more copy of the gradients, so a failure with several steps says nothing of a
         single step.
         """

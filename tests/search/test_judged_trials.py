@@ -37,9 +37,10 @@ def test_an_unknown_device_rules_out_only_what_is_larger_everywhere() -> None:
     assert not failed.rules_out(split_of(4, 5, 3))
 
 
-def test_a_smaller_micro_batch_is_never_ruled_out() -> None:
-    """GPU 0 gathers the whole micro-batch's outputs, so the same shard may fit in a smaller one."""
+def test_a_smaller_micro_batch_is_not_ruled_out_where_gpu0_failed() -> None:
+    """GPU 0 gathers the whole micro-batch's outputs, so the same shard may fit in a smaller one; no other does."""
     assert not out_of_memory(split_of(2, 8, 8), 0).rules_out(split_of(4, 8, 0))
+    assert out_of_memory(split_of(2, 8, 8), 1).rules_out(split_of(4, 0, 8))
 
 
 def test_a_failure_with_accumulation_says_nothing_about_a_single_step() -> None:
@@ -55,17 +56,18 @@ def test_only_lack_of_memory_rules_out() -> None:
 
 @given(data=st.data(), space=spaces())
 def test_what_is_ruled_out_is_no_easier_on_a_device_that_failed(data: st.DataObject, space: SplitSpace) -> None:
-    """For any failure and any split of a space, the rule in words: as large a micro-batch, and as large a shard."""
+    """For any failure and split of a space, the rule in words: as large a shard, on GPU 0 as large a micro-batch."""
     failure = data.draw(failures(space))
     failed, splits = failure.split, list(space)
 
     def must_fail(split: BatchSplit) -> bool:
-        if not failure.lacks_memory or split.micro_batch_size < failed.micro_batch_size:
+        if not failure.lacks_memory or (split.accumulation_steps == 1 and failed.accumulation_steps > 1):
             return False
-        if split.accumulation_steps == 1 and failed.accumulation_steps > 1:
-            return False
+        as_large = split.micro_batch_size >= failed.micro_batch_size
         larger = [own >= other for own, other in zip(split.shard_sizes, failed.shard_sizes, strict=True)]
-        return any(larger[device] for device in failure.oom_devices) if failure.oom_devices else all(larger)
+        if not failure.oom_devices:
+            return as_large and all(larger)
+        return any(larger[device] and (as_large or device > 0) for device in failure.oom_devices)
 
     assert failure.rules_out_each(*rows(splits)).tolist() == [must_fail(split) for split in splits]
     assert failure.rules_out(splits[-1]) == must_fail(splits[-1])

@@ -221,6 +221,22 @@ class MemoryReadings:
         groups = self._groups[len(self.runs)]
         return next((group for group in groups if device in group), (device,))
 
+    def held_as_much(self, device: int) -> tuple[int, ...]:
+        """The devices whose peaks were no less than those of `device`, within `PEAK_TOLERANCE`, at equal shares.
+
+        Itself is among them, and none that never had a share as large.
+        """
+        others = {device}
+        for other in range(self.num_devices):
+            pairs = [
+                (run.memory[other].batch_peak_bytes, run.memory[device].batch_peak_bytes)
+                for run in self.runs
+                if run.split.shard_sizes[other] == run.split.shard_sizes[device] > 0
+            ]
+            if pairs and all(own >= (1 - PEAK_TOLERANCE) * one for own, one in pairs):
+                others.add(other)
+        return tuple(sorted(others))
+
     def allocator_overhead(self, devices: Sequence[int]) -> AllocatorOverhead:
         """What the allocator reserved beyond what was allocated, over all trials of `devices`.
 

@@ -158,13 +158,15 @@ class SearchState:
         times = self.time.predict(table.steps, table.shards)
         needed = self.memory.needed(table.steps, table.shards)
         is_within_budget = (needed.most_after_cache_flush <= self.memory.budget_bytes).all(axis=1)
+        # near what failed the models were wrong, whatever they hold a split to take at most
+        is_far_from_ooms = self.distance_to_ooms(table) >= 1
         return CandidateScores(
             table=table,
             times=times,
             best_log_s=self.best_log_s,
             needed=needed,
             limits=self.limits,
-            cannot_oom=is_within_budget & self.is_grown_slowly(table),
+            cannot_oom=is_within_budget & is_far_from_ooms & self.is_grown_slowly(table),
         )
 
     @cached_property
@@ -184,9 +186,9 @@ class SearchState:
     def distance_to_ooms(self, table: SplitTable) -> FloatArray:
         """(N,) how far each split is from those that ran out of memory: 0 at one, 1 from `NEAR` below all of them.
 
-        Where a share failed, one a little smaller most likely does, on that device and on those alike: what fits lies
-        anywhere below. On GPU 0, which holds outputs of the whole micro-batch, that may be smaller instead. Worked: 80
-        samples ran out of memory. With 76 the distance is ``(1 - 76 / 80) / 0.2 = 0.25``.
+        Where a share failed, one a little smaller most likely does, on that device and on those that are no roomier:
+        what fits lies anywhere below. On GPU 0, which holds outputs of the whole micro-batch, that counts as well, by
+        what a sample of each surely takes. Worked: 80 samples ran out of memory. With 76 the distance is ``(1 - 76 / 80) / 0.2 = 0.25``.
         """
         distance = np.ones(len(table))
         for trial in self.trials:
@@ -204,15 +206,26 @@ class SearchState:
         least part of all counts.
         """
         shares = trial.split.shard_sizes
-        gpu0 = table.micro_batch_sizes / trial.split.micro_batch_size
-        if shares[0]:
-            gpu0 = np.minimum(gpu0, table.shards[:, 0] / shares[0])
         if trial.oom_devices or trial.measurement.memory:
-            failed, count = [(i, self.memory.alike(i)) for i in sorted(trial.likely_oom_devices)], np.max
+            failed, count = [(i, self.memory.no_roomier(i)) for i in sorted(trial.likely_oom_devices)], np.max
         else:
             failed, count = [(i, (i,)) for i, share in enumerate(shares) if share or i == 0], np.min
-        parts = [gpu0 if i == 0 else table.shards[:, alike].max(axis=1) / max(1, shares[i]) for i, alike in failed]
+        parts = [
+            self._part_on_gpu0(table, trial) if i == 0 else table.shards[:, others].max(axis=1) / max(1, shares[i])
+            for i, others in failed
+        ]
         return np.asarray(count(parts, axis=0))
+
+    def _part_on_gpu0(self, table: SplitTable, trial: JudgedTrial) -> FloatArray:
+        """(N,) of what surely grows with its share and with the micro-batch; where nothing does, of either the less."""
+        split = trial.split
+        share = table.shards[:, 0] / max(1, split.gpu0_bsz)
+        micro_batch = table.micro_batch_sizes / split.micro_batch_size
+        of_share, of_micro_batch = self.memory.sure_slopes(0, accumulates=split.accumulation_steps > 1)
+        grown = of_share * split.gpu0_bsz, of_micro_batch * split.micro_batch_size
+        if not sum(grown):
+            return np.minimum(share, micro_batch) if split.gpu0_bsz else micro_batch
+        return np.asarray((grown[0] * share + grown[1] * micro_batch) / sum(grown))
 
     def throughput(self, scores: CandidateScores, row: int) -> float:
         """Samples per second predicted for a candidate."""

@@ -147,7 +147,7 @@ def test_a_share_a_little_below_one_that_ran_out_of_memory_is_near_it() -> None:
 
 
 def test_where_nobody_names_the_device_that_ran_out_it_had_least_left_and_those_alike_are_near_too() -> None:
-    """GPU 1 had least left with 80 samples: 76 on GPU 2, which held as much with 20, is as near as on GPU 1 itself."""
+    """GPU 1 had least left with 80 samples: 76 on GPUs 0 and 2, which held as much with 20, are as near as on GPU 1."""
     problem = replace(job([card_memory(is_first=True), *[card_memory(sample=10)] * 3], B=160), oom="silent")
     small, large = even(160, 2, 4), split(160, 1, 20, 80, 30, 30)
     ran = problem.measure(small)
@@ -160,6 +160,28 @@ def test_where_nobody_names_the_device_that_ran_out_it_had_least_left_and_those_
     failed = Measurement(split=large, outcome=Outcome.OUT_OF_MEMORY, memory=memory)
     state = state_after(problem, [small, JudgedTrial.of(failed, demands)])
     assert not state.trials[1].oom_devices
-    wanted = [(28, 76, 28, 28), (28, 28, 76, 28), (120, 20, 10, 10)]
-    table = SplitTable(global_batch_size=160, steps=np.ones(3), shards=np.array(wanted, dtype=float))
-    assert state.distance_to_ooms(table) == pytest.approx([0.25, 0.25, 1.0])
+    wanted = [(28, 76, 28, 28), (28, 28, 76, 28), (76, 28, 28, 28), (40, 40, 40, 40)]
+    table = SplitTable(global_batch_size=160, steps=np.ones(4), shards=np.array(wanted, dtype=float))
+    assert state.distance_to_ooms(table) == pytest.approx([0.25, 0.25, 0.25, 1.0])
+
+
+def test_where_one_ran_out_of_memory_those_with_more_may_not() -> None:
+    """GPU 1 ran out of memory with 80 samples: 76 on GPU 2, which has four times the memory, are far from that."""
+    cards = [card_memory(is_first=True), card_memory(sample=10, total=700), card_memory(sample=10, total=2800)]
+    problem = job(cards, B=240, shares="each")
+    state = state_after(problem, [even(240, 80, 3), split(240, 1, 80, 80, 80)])
+    assert state.trials[1].oom_devices == {1}
+    table = SplitTable(
+        global_batch_size=240, steps=np.ones(2), shards=np.array([(124, 40, 76), (124, 76, 40)], dtype=float)
+    )
+    assert state.distance_to_ooms(table) == pytest.approx([1.0, 0.25])
+
+
+def test_what_is_near_an_oom_may_run_out_of_memory_whatever_the_models_say() -> None:
+    """80 samples ran out of memory on GPU 1, and 76 are near: they are not held to be safe, by no model."""
+    problem = job([card_memory(is_first=True), card_memory(sample=10, total=700)], B=160, shares="each")
+    state = state_after(problem, [even(160, 80, 2), split(160, 1, 80, 80)])
+    assert state.scores is not None
+    near = state.distance_to_ooms(state.scores.table) < 1
+    assert near.any()
+    assert not state.scores.cannot_oom[near].any()
