@@ -188,7 +188,8 @@ class SearchState:
 
         Where a share failed, one a little smaller most likely does, on that device and on those that are no roomier:
         what fits lies anywhere below. On GPU 0, which holds outputs of the whole micro-batch, that counts as well, by
-        what a sample of each surely takes. Worked: 80 samples ran out of memory. With 76 the distance is ``(1 - 76 / 80) / 0.2 = 0.25``.
+        what a sample of each surely takes. Worked: 80 samples ran out of memory. With 76 the distance is
+        ``(1 - 76 / 80) / 0.2 = 0.25``.
         """
         distance = np.ones(len(table))
         for trial in self.trials:
