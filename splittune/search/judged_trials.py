@@ -92,7 +92,7 @@ class JudgedTrial:
         if self.oom_devices:
             return np.asarray((shards > self.largest_open_shards(steps, micro_batches)).any(axis=1))
         are_larger = (shards >= np.array(self.split.shard_sizes)).all(axis=1)
-        return np.asarray(self._holds_for(steps, micro_batches) & are_larger)
+        return np.asarray(self._tells_of(steps) & self._gathers_as_much(micro_batches) & are_larger)
 
     def largest_open_shards(self, steps: FloatArray, micro_batches: FloatArray) -> FloatArray:
         """(N, n) the largest shard of each device that this failure leaves open.
@@ -103,20 +103,17 @@ class JudgedTrial:
         """
         largest = np.full((len(steps), self.split.num_devices), np.inf)
         for device in self.oom_devices:
-            holds = self._holds_for(steps, micro_batches if device == 0 else np.full(len(steps), np.inf))
+            holds = self._tells_of(steps) & (self._gathers_as_much(micro_batches) if device == 0 else True)
             largest[holds, device] = self.split.shard_sizes[device] - 1
         return largest
 
-    def _holds_for(self, steps: FloatArray, micro_batches: FloatArray) -> BoolArray:
-        """(N,) where GPU 0 needs as much memory as here, or more, for the same shard.
+    def _tells_of(self, steps: FloatArray) -> BoolArray:
+        """(N,) accumulation costs one more copy of the gradients: a failure with several steps tells nothing of one."""
+        return np.asarray((steps > 1) | (self.split.accumulation_steps == 1))
 
-        It gathers the outputs of the whole micro-batch, so a smaller one may fit. Accumulation
-        costs one more copy of the gradients, so a failure with several steps says nothing of a
-        single step.
-        """
-        failed = self.split
-        is_as_large = micro_batches >= failed.micro_batch_size
-        return np.asarray(is_as_large & ((steps > 1) | (failed.accumulation_steps == 1)))
+    def _gathers_as_much(self, micro_batches: FloatArray) -> BoolArray:
+        """(N,) GPU 0 gathers the outputs of the whole micro-batch: with a smaller one the same shard may fit there."""
+        return np.asarray(micro_batches >= self.split.micro_batch_size)
 
 
 def oom_devices_of(measurement: Measurement, min_headroom_bytes: Sequence[int]) -> frozenset[int]:

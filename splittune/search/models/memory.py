@@ -162,13 +162,6 @@ class MemoryModel:
         """Whether every trial that ran told what is held at rest."""
         return all(memory.resting_bytes is not None for run in self._readings.runs for memory in run.memory)
 
-    def alike(self, device: int) -> tuple[int, ...]:
-        """The replicas that held as much as `device` at every equal share, itself among them.
-
-        GPU 0 is alone.
-        """
-        return self._readings.alike(device)
-
     def no_roomier(self, device: int) -> tuple[int, ...]:
         """The devices that a share is too much for where it was for `device`, itself among them.
 
@@ -235,7 +228,7 @@ class MemoryModel:
 
     def _fit(self) -> None:
         readings = self._readings
-        self._overheads = [readings.allocator_overhead(self.alike(device)) for device in range(self._n)]
+        self._overheads = [readings.allocator_overhead(readings.alike(device)) for device in range(self._n)]
         self._envelopes, self._least_parts = {}, {}
         groups = [group for group in readings.same_memory_groups() if readings.readings(group[0])]
         least, most = saved_slopes(readings, [device for group in groups for device in group])
@@ -288,7 +281,7 @@ class MemoryModel:
 
         Worked: of a peak 90 % are what the forward left: ``0.35 x 0.9^2``, so 28 %.
         """
-        parts = [LEAST_PART, MOST_PART * self._readings.saved_part(self.alike(device)) ** 2]
+        parts = [LEAST_PART, MOST_PART * self._readings.saved_part(self._readings.alike(device)) ** 2]
         for size in self._readings.oom_sizes(device, accumulates):
             sure, _, foretold, *_ = self._needed_by(device, np.array([size]), accumulates)[:, 0]
             parts.append((float(self.budget_bytes[device]) - sure) / max(foretold - sure, 1.0))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement
 from splittune.search.arrays import FloatArray
 from splittune.search.judged_trials import JudgedTrial
@@ -201,12 +202,19 @@ class MemoryReadings:
         most = {i: max(run.split.shard_sizes[i] for run in self.runs) for i in range(1, self.num_devices)}
         return grouped(sorted(most, key=lambda i: -most[i]), self._agreement)
 
+    def _at_equal_shares(self, one: int, other: int) -> list[tuple[int, DeviceMemory, DeviceMemory]]:
+        """The share, and what each of two devices held with it, of every trial in which both had as much."""
+        return [
+            (share, run.memory[one], run.memory[other])
+            for run in self.runs
+            if (share := run.split.shard_sizes[one]) == run.split.shard_sizes[other] > 0
+        ]
+
     def _agreement(self, one: int, other: int) -> int:
         """The largest equal share of two replicas whose peaks were each time within `PEAK_TOLERANCE`; else 0."""
         pairs = [
-            (run.split.shard_sizes[one], run.memory[one].batch_peak_bytes, run.memory[other].batch_peak_bytes)
-            for run in self.runs
-            if run.split.shard_sizes[one] == run.split.shard_sizes[other] > 0
+            (share, own.batch_peak_bytes, beside.batch_peak_bytes)
+            for share, own, beside in self._at_equal_shares(one, other)
         ]
         agree = all(abs(a - b) <= PEAK_TOLERANCE * max(a, b) for _, a, b in pairs)
         return max((share for share, *_ in pairs), default=0) if agree else 0
@@ -224,17 +232,14 @@ class MemoryReadings:
     def held_as_much(self, device: int) -> tuple[int, ...]:
         """The devices whose peaks were no less than those of `device`, within `PEAK_TOLERANCE`, at equal shares.
 
-        Itself is among them, and none that never had a share as large.
+        Itself is among them, and none that never had an equal share.
         """
-        others = {device}
+        others = [device]
         for other in range(self.num_devices):
-            pairs = [
-                (run.memory[other].batch_peak_bytes, run.memory[device].batch_peak_bytes)
-                for run in self.runs
-                if run.split.shard_sizes[other] == run.split.shard_sizes[device] > 0
-            ]
-            if pairs and all(own >= (1 - PEAK_TOLERANCE) * one for own, one in pairs):
-                others.add(other)
+            pairs = self._at_equal_shares(other, device) if other != device else []
+            held = [own.batch_peak_bytes >= (1 - PEAK_TOLERANCE) * one.batch_peak_bytes for _, own, one in pairs]
+            if held and all(held):
+                others.append(other)
         return tuple(sorted(others))
 
     def allocator_overhead(self, devices: Sequence[int]) -> AllocatorOverhead:
@@ -303,12 +308,8 @@ class MemoryReadings:
 
     def _held_beside(self, device: int, other: int) -> float:
         """How many times what `other`, which is `alike`, held `device` held at most at equal shares; at least 1."""
-        pairs = [
-            (run.memory[device].peak_reserved_bytes, run.memory[other].peak_reserved_bytes)
-            for run in self.runs
-            if run.split.shard_sizes[device] == run.split.shard_sizes[other] > 0
-        ]
-        return max([1.0, *(own / max(1, beside) for own, beside in pairs)])
+        pairs = self._at_equal_shares(device, other)
+        return max([1.0, *(own.peak_reserved_bytes / max(1, beside.peak_reserved_bytes) for _, own, beside in pairs)])
 
 
 def size_of(device: int, split: BatchSplit) -> Size:

@@ -22,6 +22,8 @@ class SmallestLeft:
     fewest samples on the devices that likely ran out of memory comes first, then the one with the
     most steps. One step holds one copy of the gradients less, and may fit where no accumulation does:
     then the whole batch is split, evenly first, and from then on beneath the shares that failed.
+    Where splits are too many to list, those listed and those beneath failures may all be ruled out: then
+    what failed with some samples moved to another device is tried, until no failure leaves any open.
     """
 
     def propose(self, state: SearchState) -> Proposal | None:

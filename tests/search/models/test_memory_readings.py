@@ -220,3 +220,9 @@ def test_excess_of_a_single_size_tells_nothing_of_smaller_ones() -> None:
 def test_nothing_is_alike_before_anything_ran() -> None:
     """Without a run whose memory was read no card stands for another."""
     assert MemoryReadings(3).alike(1) == (1,)
+
+
+def test_devices_held_as_much_that_held_no_less_at_each_equal_share() -> None:
+    """GPU 0 holds more than GPU 1 at 8 samples, and at 4 less than GPU 2; GPU 3 never had as many as another."""
+    seen = peaks(ran(split(B, 1, 8, 8, 6, 10), 100, 90, 80, 120), ran(split(B, 2, 4, 2, 4, 6), 50, 30, 60, 70))
+    assert [seen.held_as_much(device) for device in range(4)] == [(0, 2), (0, 1), (2,), (3,)]

@@ -8,6 +8,7 @@ import pytest
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.candidates.table import SplitTable
 from splittune.search.judged_trials import JudgedTrial
+from splittune.search.models.memory import MemoryModel
 from splittune.search.policies.base import MAX_GROWTH
 from tests.search.policies.story import best_of, search, state_after
 from tests.search.problem import CardTime, Job, card_memory, even, job, split
@@ -185,3 +186,19 @@ def test_what_is_near_an_oom_may_run_out_of_memory_whatever_the_models_say() -> 
     near = state.distance_to_ooms(state.scores.table) < 1
     assert near.any()
     assert not state.scores.cannot_oom[near].any()
+
+
+@pytest.mark.parametrize(
+    ("slopes", "expected"), [((1.0, 0.0), [0.0, 0.25]), ((1.0, 1.0), [5 / 6, 1 / 12]), ((0.0, 0.0), [1.0, 0.25])]
+)
+def test_on_gpu0_share_and_micro_batch_count_by_what_a_sample_of_each_takes(
+    slopes: tuple[float, float], expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPU 0 ran out of memory with 80 of 160 samples; asked are 80 of 120, and 76 of 160. Where nothing is gathered
+    shares alone count: 1 and 0.95 of it. Where each takes as much, 200 and 236 of 240. Else the less of both ratios."""
+    problem = job([card_memory(is_first=True, sample=10, total=800), card_memory()], B=160, shares="each")
+    state = state_after(problem, [even(160, 80, 2), split(160, 1, 80, 80)])
+    assert state.trials[1].oom_devices == {0}
+    monkeypatch.setattr(MemoryModel, "sure_slopes", lambda *_, **__: slopes)
+    table = SplitTable(global_batch_size=160, steps=np.array([2.0, 1.0]), shards=np.array([[80.0, 40.0], [76.0, 84.0]]))
+    assert state.distance_to_ooms(table) == pytest.approx(expected)
