@@ -6,6 +6,7 @@ import pytest
 
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial
+from splittune.search.models.memory import MemoryModel
 from splittune.search.policies.baseline import FindBaseline, bisect_baseline
 from splittune.split import SplitSpace
 from tests.search.policies.story import of_kind, search, state_after
@@ -58,6 +59,24 @@ def test_where_memory_is_flat_its_strides_are_long() -> None:
     assert (state.memory.needed(*rows([wanted.split])).most > state.limits).any()
     assert wanted.split.accumulation_steps < surely.split.accumulation_steps
     assert (state.memory.needed(*rows([surely.split])).most <= state.limits).all()
+
+
+def test_it_keeps_away_from_what_failed_on_a_device_that_nobody_names() -> None:
+    """8 samples each ran out of memory, on GPU 1 as it seems, for which the models see no reason. 7 most likely are too
+    many, too, on any card like it: 6 are next."""
+    problem = job(3, B=96)
+    state = state_after(problem, [even(96, 32, 3), even(96, 16, 3)])
+    before = FindBaseline().propose(state)
+    assert before is not None
+    assert max(before.split.shard_sizes) > 8
+    gpu0, gpu1, gpu2 = problem.measure(even(96, 4, 3)).memory
+    full = replace(gpu1, peak_reserved_bytes=gpu1.total_bytes - gpu1.outside_bytes)
+    failed = Measurement(split=even(96, 4, 3), outcome=Outcome.OUT_OF_MEMORY, memory=(gpu0, full, gpu2))
+    trials = [*state.trials, JudgedTrial.of(failed, [0, 0, 0])]
+    assert not trials[-1].oom_devices
+    after = FindBaseline().propose(replace(state, trials=trials, memory=MemoryModel(trials, 3)))
+    assert after is not None
+    assert max(after.split.shard_sizes) == 6
 
 
 @pytest.mark.parametrize(
