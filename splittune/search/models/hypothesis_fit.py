@@ -29,12 +29,19 @@ TILE_PENALTY = 2.0
 # a hypothesis for each ratio. A choice, evenly spaced in logarithms: the fastest cards in use have
 # some ten times the speed of the slowest, and the ratios go to twice that.
 SPEED_RATIOS = tuple(np.geomspace(1 / 19, 19, 17))
-# About the likeliest ratio one more on both sides, at half of the spacing, and then at a quarter.
-FINER_RATIOS = (3 ** (1 / 6), 3 ** (1 / 12))
-# Within the last of these it is then sought with so many tries. A choice: a thousandth is left.
-MOST_RATIOS = 12
+# Between the neighbours of the likeliest one it is then sought with so many tries. A choice: a thousandth is left.
+MOST_RATIOS = 16
 # What a ratio lacks in log prior, for its squared logarithm: devices mostly are alike. A choice.
 RATIO_PENALTY = 0.5
+# Without busy times: what GPU 0 works for each sample of the micro-batch, in samples of a device of ratio 1. There is a
+# hypothesis for each. A choice: a hundredth changes no step by as much as is searched for, and with more
+# than one and a half GPU 0 alone would be the slowest of any split.
+GPU0_PARTS = tuple(np.geomspace(0.03, 1.5, 6))
+# Beside each of them every kind's ratio is sought anew, at so many times the likeliest without. A choice: what seemed
+# slow may be GPU 0's own work, and up to three times as fast.
+RATIO_CHANGES = tuple(np.geomspace(1 / 3, 3, 9))
+# What a hypothesis with such work lacks in log prior. A choice: it has one coefficient more.
+GPU0_PENALTY = 1.0
 # What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: the likeliest
 # is where ratios are sought from, so denser parts save few tries.
 FLOORS = tuple(np.linspace(0.0, 0.9, 10))
@@ -139,8 +146,8 @@ class Fit:
         """A single curve, the shares of each kind of device at several ratios; also with tiles.
 
         Ratios are sought kind after kind, each beside the others' likeliest: from equal ones, and where there are
-        several kinds once more, from the likeliest so far or those that each kind alone tells. Tiles are tried at the
-        likeliest.
+        several kinds once more, from the likeliest so far or those that each kind alone tells. At the likeliest tiles
+        are tried, and what GPU 0 may work on the whole micro-batch.
         """
         equal, kinds = np.ones(self.trials.num_devices), self._kinds_of_unknown_speed()
         weighed = [self._at(ratios) for ratios in (equal, *self._ratios_alone())]
@@ -152,6 +159,7 @@ class Fit:
                 ratios = _ratios(_likeliest(own))
         likeliest = _ratios(_likeliest(weighed))
         weighed += self._with_own_curves(_likeliest(weighed))
+        weighed += self._with_work_of_gpu0(likeliest)
         for tried in {tuple(likeliest), tuple(equal)}:
             tiled = [self._single_curve(np.array(tried), tile) for tile in self._tiles()]
             weighed += [self._weighed(curves, -TILE_PENALTY) for curves in tiled if curves[0].tile > 1]
@@ -208,10 +216,27 @@ class Fit:
                 curves = [curve if kinds[i] == kind else old for i, old in enumerate(curves)]
         return tuple(curves)
 
-    def _at(self, ratios: FloatArray) -> Weighed:
-        """With a single curve for all, at these ratios, (n,)."""
-        prior = -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum())
-        return self._weighed(self._single_curve(ratios), prior)
+    def _with_work_of_gpu0(self, ratios: FloatArray) -> list[Weighed]:
+        """Where GPU 0 works on every sample of the micro-batch while the others work, beside ratios sought from these.
+
+        Of shares in proportion nothing tells such work from slow devices. Worked: 2 samples on each of 3 others take
+        36 ms where each takes 18 ms, and where GPU 0 takes 6 ms for each of all 6.
+        """
+        weighed = []
+        for part in GPU0_PARTS if self.trials.num_devices > 1 else ():
+            found = self._at(ratios, part)
+            for kind in self._kinds_of_unknown_speed():
+                others = _ratios(found[1])
+                tried = [self._at(np.where(kind, change * others, others), part) for change in RATIO_CHANGES]
+                found = max(tried, key=lambda pair: pair[0])
+            weighed.append(found)
+        return weighed
+
+    def _at(self, ratios: FloatArray, gpu0_part: float = 0.0) -> Weighed:
+        """With a single curve for all, at these ratios, (n,), and so much of `GPU0_PARTS`."""
+        prior = -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum()) - GPU0_PENALTY * (gpu0_part > 0)
+        curves = self._single_curve(ratios, gpu0_part=gpu0_part)
+        return self._weighed(curves, prior, gpu0_part * curves[0].slope_s)
 
     def _at_ratios_of(self, kind: NDArray[np.bool_], others: FloatArray) -> list[Weighed]:
         """One hypothesis for each ratio of the devices `kind`, (n,), beside the ratios of the `others`, (n,)."""
@@ -219,19 +244,13 @@ class Fit:
         def at(ratio: float) -> Weighed:
             return self._at(np.where(kind, ratio, others))
 
-        def likeliest() -> float:
-            return _likeliest(weighed).curves[int(kind.argmax())].ratio
-
-        def improbability(log_ratio: float) -> float:
-            return -at(float(np.exp(log_ratio)))[0]
-
         weighed = [at(ratio) for ratio in SPEED_RATIOS]
-        for finer in FINER_RATIOS:
-            middle = likeliest()
-            weighed += [at(middle / finer), at(middle * finer)]
-        middle, step = np.log(likeliest()), np.log(FINER_RATIOS[-1])
+        middle, step = np.log(_ratios(_likeliest(weighed))[kind][0]), np.log(SPEED_RATIOS[1] / SPEED_RATIOS[0])
         found = minimize_scalar(
-            improbability, bounds=(middle - step, middle + step), method="bounded", options={"maxiter": MOST_RATIOS}
+            lambda log_ratio: -at(float(np.exp(log_ratio)))[0],
+            bounds=(middle - step, middle + step),
+            method="bounded",
+            options={"maxiter": MOST_RATIOS},
         )
         return [*weighed, at(float(np.exp(found.x)))]
 
@@ -266,15 +285,20 @@ class Fit:
         """The sizes of tiles that a measured share fills."""
         return [tile for tile in TILES if tile <= self.trials.shards.max()]
 
-    def _single_curve(self, ratios: FloatArray, tile: int = 1) -> tuple[Curve, ...]:
-        """One curve for all devices, through micro-steps at the largest share times its ratio."""
+    def _single_curve(self, ratios: FloatArray, tile: int = 1, gpu0_part: float = 0.0) -> tuple[Curve, ...]:
+        """One curve for all devices, through micro-steps at the largest share times its ratio.
+
+        GPU 0's share is larger by `gpu0_part` of the micro-batch.
+        """
         trials = self.trials
         # of a single size the curve may take all: what is constant falls out of the comparison
-        shares = (trials.shards * ratios).max(axis=1)
+        scaled = trials.shards * ratios
+        scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
+        shares = scaled.max(axis=1)
         curve = fit_curve(shares, trials.micro_step_s - self._further_devices_s(shares), trials.noise, tile)
         assert curve is not None
-        scaled = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
-        return tuple(scaled[ratio] for ratio in ratios)
+        at_ratio = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
+        return tuple(at_ratio[ratio] for ratio in ratios)
 
     def _further_devices_s(self, shares: FloatArray) -> FloatArray:
         """(R,) seconds of a micro-step that grow with the number of devices; 0 where trials had as many."""

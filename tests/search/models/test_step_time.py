@@ -177,6 +177,26 @@ def test_without_busy_times_what_each_kind_took_alone_tells_their_speeds() -> No
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.1)
 
 
+@pytest.mark.parametrize("gpu0_part", [0.2, 1.0])
+def test_without_busy_times_what_gpu0_works_on_the_whole_micro_batch_is_found(gpu0_part: float) -> None:
+    """Cards of one speed, 2 ms a sample; while the others work GPU 0 works on each sample of the micro-batch, too."""
+
+    def step_s(of: BatchSplit) -> float:
+        gpu0, *others = of.shard_sizes
+        slowest_s = 0.002 * max(gpu0 + gpu0_part * of.micro_batch_size, *others)
+        return of.accumulation_steps * (0.005 + slowest_s) + 0.01
+
+    def measured(of: BatchSplit) -> JudgedTrial:
+        measurement = Measurement(split=of, outcome=Outcome.OK, whole_step_times_s=(step_s(of),) * 3)
+        return JudgedTrial.of(measurement, [])
+
+    alone = [split(B, 8, 8, 0, 0), split(B, 4, 0, 8, 8)]
+    tried = [even(B, 8, 3), even(B, 2, 3), *alone, split(B, 2, 4, 14, 14), split(B, 4, 6, 5, 5)]
+    model = TimeModel([measured(one) for one in tried], kinds=(0, 1, 1))
+    wanted = [split(B, 1, gpu0, (B - gpu0) // 2, (B - gpu0) // 2) for gpu0 in (0, 8, 16, 24, 30)]
+    assert predicted(model, *wanted) == pytest.approx([step_s(one) for one in wanted], rel=0.08)
+
+
 def test_without_busy_times_cards_of_as_much_memory_likely_are_as_fast() -> None:
     """Three fast cards and two slow ones that nothing has told apart yet: one at a time would explain no trial."""
     fast, slow = CardTime(launch_s=0.0, sample_s=0.0006), CardTime(launch_s=0.0, sample_s=0.002)
