@@ -25,6 +25,8 @@ class CandidateScores:
     """(n,) the bytes each device may hold and keep its headroom."""
     cannot_oom: BoolArray
     """(N,) cannot run out of memory, though it may keep too little headroom."""
+    runs: FloatArray
+    """(N,) probability not to run out of memory."""
 
     @property
     def surely_feasible(self) -> BoolArray:

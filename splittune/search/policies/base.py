@@ -157,16 +157,18 @@ class SearchState:
     def _scores_of(self, table: SplitTable) -> CandidateScores:
         times = self.time.predict(table.steps, table.shards)
         needed = self.memory.needed(table.steps, table.shards)
-        is_within_budget = (needed.most_after_cache_flush <= self.memory.budget_bytes).all(axis=1)
+        distance, budget = self.distance_to_ooms(table), self.memory.budget_bytes
+        is_within_budget = (needed.most_after_cache_flush <= budget).all(axis=1)
         # near what failed the models were wrong, whatever they hold a split to take at most
-        is_far_from_ooms = self.distance_to_ooms(table) >= 1
+        cannot_oom = is_within_budget & (distance >= 1) & self.is_grown_slowly(table)
         return CandidateScores(
             table=table,
             times=times,
             best_log_s=self.best_log_s,
             needed=needed,
             limits=self.limits,
-            cannot_oom=is_within_budget & is_far_from_ooms & self.is_grown_slowly(table),
+            cannot_oom=cannot_oom,
+            runs=np.where(cannot_oom, 1.0, needed.chance_below(budget) * distance),
         )
 
     @cached_property

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splittune.search.arrays import FloatArray
 from splittune.search.candidates.acquisition import CandidateScores
 from splittune.search.policies.base import MOST_DOUBT, Proposal, SearchState
 from splittune.units import format_bytes
@@ -20,8 +19,8 @@ LEAST_KEPT = 0.01
 class UpperConfidenceBound:
     """The most to gain if a prediction is off enough, less what an OOM costs: a search ends where that is little.
 
-    Worked: 0.3 to gain with a chance of 0.8 to run is worth ``0.8 x 0.3 - 0.2 x 0.5 = 0.14``, and a
-    trial; with a chance of 0.6 it is worth less than nothing. A split that surely fits is worth what it may
+    Worked: 0.3 to gain with a chance of 0.8 to run is worth ``0.8 x 0.3 - 0.2 x 1 = 0.04``, and a
+    trial; with a chance of 0.7 it is worth less than nothing. A split that surely fits is worth what it may
     gain. Where the latest predictions were off by more than their deviations, the bound is that much
     further away (`Calibration`), and while they were off by more than `MOST_DOUBT`, splits that surely
     fit are measured whatever they promise: a search does not end on models that were wrong just now.
@@ -37,8 +36,8 @@ class UpperConfidenceBound:
     min_gain: float = 0.01
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
-    oom_price: float = 0.5
-    """What a trial that runs out of memory costs, in logarithms of time. A choice: of 0.1 to 3 the largest with
+    oom_price: float = 1.0
+    """What a trial that runs out of memory costs, in logarithms of time. A choice: of 0.5 to 1 the largest with
     which no more searches ended far behind a split that they did not dare. Larger: fewer risks, and more such
     searches."""
     blind_oom_price: float = 0.1
@@ -57,7 +56,7 @@ class UpperConfidenceBound:
         scores = state.scores
         if scores is None or not state.any_fits:
             return None
-        runs = np.where(scores.cannot_oom, 1.0, self._chance_to_run(state, scores))
+        runs = scores.runs
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
         gain = scores.optimistic_gain(self.deviations * state.doubt)
         price = self.oom_price if state.memory.knows_rest else self.blind_oom_price
@@ -78,11 +77,6 @@ class UpperConfidenceBound:
             return Proposal(split=split, kind="improve", reason=f"{reason}; GPU {device} at most at {most} of {limit}")
         chances = f"runs with a chance of {runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
         return Proposal(split=split, kind="risky", reason=f"{reason}; worth a risk: {chances}")
-
-    @staticmethod
-    def _chance_to_run(state: SearchState, scores: CandidateScores) -> FloatArray:
-        """(N,) where a split may run out of memory."""
-        return scores.needed.chance_below(state.memory.budget_bytes) * state.distance_to_ooms(scores.table)
 
     @staticmethod
     def _prediction(state: SearchState, scores: CandidateScores, row: int) -> str:

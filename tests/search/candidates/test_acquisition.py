@@ -30,6 +30,7 @@ def scores(*, most: list[float], cannot_oom: list[bool]) -> CandidateScores:
         needed=needed,
         limits=np.array([10.0]),
         cannot_oom=np.array(cannot_oom),
+        runs=np.ones(len(cannot_oom)),
     )
 
 
