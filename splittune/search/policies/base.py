@@ -186,21 +186,31 @@ class SearchState:
         return np.asarray((table.shards <= MAX_GROWTH * max(1, largest)).all(axis=1))
 
     def distance_to_ooms(self, table: SplitTable) -> FloatArray:
-        """(N,) how far each split is from those that ran out of memory: 0 at one, 1 from `NEAR` below all of them.
+        """(N,) how far each split is from OOMs that surprised: 0 at one, 1 from `NEAR` below all of them.
 
         Where a share failed, one a little smaller most likely does, on that device and on those that are no roomier:
         what fits lies anywhere below. On GPU 0, which holds outputs of the whole micro-batch, that counts as well, by
         what a sample of each surely takes. Worked: 80 samples ran out of memory. With 76 the distance is
-        ``(1 - 76 / 80) / 0.2 = 0.25``.
+        ``(1 - 76 / 80) / 0.2 = 0.25``. An OOM that the memory model now holds to be certain tells no more than the
+        model does.
         """
         distance = np.ones(len(table))
-        for trial in self.trials:
-            if trial.ran or not trial.lacks_memory:
-                continue
+        for trial in self._surprising_ooms:
             told = (table.steps > 1) >= (trial.split.accumulation_steps > 1)
             near = np.clip((1 - self._part_of_oom(table, trial)) / NEAR, 0.0, 1.0)
             distance = np.where(told, np.minimum(distance, near), distance)
         return distance
+
+    @cached_property
+    def _surprising_ooms(self) -> list[JudgedTrial]:
+        """The trials that ran out of memory and might have run, by what the memory model knows now."""
+        failed = [trial for trial in self.trials if trial.lacks_memory and not trial.ran]
+        if not failed:
+            return []
+        table = SplitTable.of([trial.split for trial in failed])
+        sure = self.memory.needed(table.steps, table.shards).sure
+        is_certain = np.asarray((sure >= self.memory.budget_bytes).any(axis=1))
+        return [failed[row] for row in np.flatnonzero(~is_certain)]
 
     def _part_of_oom(self, table: SplitTable, trial: JudgedTrial) -> FloatArray:
         """(N,) the part that each split has of what ran out of memory, on the device where it is most.

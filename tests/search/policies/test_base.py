@@ -10,8 +10,14 @@ from splittune.search.candidates.table import SplitTable
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
 from splittune.search.policies.base import MAX_GROWTH
+from splittune.split import BatchSplit
 from tests.search.policies.story import best_of, search, state_after
 from tests.search.problem import CardTime, Job, card_memory, even, job, split
+
+
+def out_of_memory(on: int, of: BatchSplit) -> JudgedTrial:
+    """A trial that ran out of memory on this device, whatever the models make of that."""
+    return JudgedTrial.of(Measurement(split=of, outcome=Outcome.OUT_OF_MEMORY, message=f"device {on}: full"), [0] * 9)
 
 
 def test_shares_do_not_leap() -> None:
@@ -147,6 +153,18 @@ def test_a_share_a_little_below_one_that_ran_out_of_memory_is_near_it() -> None:
         assert state.distance_to_ooms(table) == pytest.approx(expected)
 
 
+def test_an_oom_that_the_memory_model_holds_certain_tells_no_more() -> None:
+    """A sample takes 10 MiB. That 80 run out of memory is no surprise where there are 700 MiB, and one where there is
+    room for anything: 76 are near that, too."""
+    table = SplitTable(global_batch_size=160, steps=np.array([1.0]), shards=np.array([[40.0, 76.0]]))
+    tried = [even(160, 80, 2), even(160, 40, 2), out_of_memory(1, split(160, 1, 80, 80))]
+    distances = []
+    for total in (700, 10**6):
+        problem = job([card_memory(is_first=True), card_memory(sample=10, total=total)], B=160, shares="each")
+        distances += state_after(problem, tried).distance_to_ooms(table).tolist()
+    assert distances == pytest.approx([1.0, 0.25])
+
+
 def test_where_nobody_names_the_device_that_ran_out_it_had_least_left_and_those_alike_are_near_too() -> None:
     """GPU 1 had least left with 80 samples: 76 on GPUs 0 and 2, which held as much with 20, are as near as on GPU 1."""
     problem = replace(job([card_memory(is_first=True), *[card_memory(sample=10)] * 3], B=160), oom="silent")
@@ -168,10 +186,9 @@ def test_where_nobody_names_the_device_that_ran_out_it_had_least_left_and_those_
 
 def test_where_one_ran_out_of_memory_those_with_more_may_not() -> None:
     """GPU 1 ran out of memory with 80 samples: 76 on GPU 2, which has four times the memory, are far from that."""
-    cards = [card_memory(is_first=True), card_memory(sample=10, total=700), card_memory(sample=10, total=2800)]
+    cards = [card_memory(is_first=True), card_memory(sample=10, total=10**5), card_memory(sample=10, total=4 * 10**5)]
     problem = job(cards, B=240, shares="each")
-    state = state_after(problem, [even(240, 80, 3), split(240, 1, 80, 80, 80)])
-    assert state.trials[1].oom_devices == {1}
+    state = state_after(problem, [even(240, 80, 3), out_of_memory(1, split(240, 1, 80, 80, 80))])
     table = SplitTable(
         global_batch_size=240, steps=np.ones(2), shards=np.array([(124, 40, 76), (124, 76, 40)], dtype=float)
     )
@@ -196,9 +213,8 @@ def test_on_gpu0_share_and_micro_batch_count_by_what_a_sample_of_each_takes(
 ) -> None:
     """GPU 0 ran out of memory with 80 of 160 samples; asked are 80 of 120, and 76 of 160. Where nothing is gathered
     shares alone count: 1 and 0.95 of it. Where each takes as much, 200 and 236 of 240. Else the less of both ratios."""
-    problem = job([card_memory(is_first=True, sample=10, total=800), card_memory()], B=160, shares="each")
-    state = state_after(problem, [even(160, 80, 2), split(160, 1, 80, 80)])
-    assert state.trials[1].oom_devices == {0}
+    problem = job(2, B=160, shares="each")
+    state = state_after(problem, [even(160, 80, 2), out_of_memory(0, split(160, 1, 80, 80))])
     monkeypatch.setattr(MemoryModel, "sure_slopes", lambda *_, **__: slopes)
     table = SplitTable(global_batch_size=160, steps=np.array([2.0, 1.0]), shards=np.array([[80.0, 40.0], [76.0, 84.0]]))
     assert state.distance_to_ooms(table) == pytest.approx(expected)
