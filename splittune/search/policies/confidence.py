@@ -19,8 +19,8 @@ LEAST_KEPT = 0.01
 class UpperConfidenceBound:
     """The most to gain if a prediction is off enough, less what an OOM costs: a search ends where that is little.
 
-    Worked: 0.3 to gain with a chance of 0.8 to run is worth ``0.8 x 0.3 - 0.2 x 1 = 0.04``, and a
-    trial; with a chance of 0.7 it is worth less than nothing. A split that surely fits is worth what it may
+    Worked: 0.3 to gain with a chance of 0.8 to run is worth ``0.8 x 0.3 - 0.2 x 0.7 = 0.1``, and a
+    trial; with a chance of 0.7 it is worth nothing. A split that surely fits is worth what it may
     gain. Where the latest predictions were off by more than their deviations, the bound is that much
     further away (`Calibration`), and while they were off by more than `MOST_DOUBT`, splits that surely
     fit are measured whatever they promise: a search does not end on models that were wrong just now.
@@ -36,8 +36,8 @@ class UpperConfidenceBound:
     min_gain: float = 0.01
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
-    oom_price: float = 1.0
-    """What a trial that runs out of memory costs, in logarithms of time. A choice: of 0.5 to 1 the largest with
+    oom_price: float = 0.7
+    """What a trial that runs out of memory costs, in logarithms of time. A choice: of 0.5, 0.7 and 1 the largest with
     which no more searches ended far behind a split that they did not dare. Larger: fewer risks, and more such
     searches."""
     blind_oom_price: float = 0.1
