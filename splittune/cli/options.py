@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-JobArgument = Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="FUNCTION() returns a TrainingTask.")]
+from splittune.training.load_task import checked_target
+
+JobArgument = Annotated[
+    str,
+    # a path that is mistyped is told before anything else is looked at, devices above all
+    typer.Argument(metavar="FILE.py:FUNCTION", help="FUNCTION() returns a TrainingTask.", callback=checked_target),
+]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for split.json, the tables and the explanation.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 VerboseOption = Annotated[

@@ -28,13 +28,22 @@ def load_task(target: str) -> TrainingTask:
         ConfigError: malformed, no such file or function, or it returned something else.
         JobError: it raised.
     """
+    file_name, _, function_name = checked_target(target).rpartition(":")
+    return _task_of(_import(Path(file_name)), function_name, file_name, target)
+
+
+def checked_target(target: str) -> str:
+    """The same ``FILE.py:FUNCTION``; the file is there, and was not read.
+
+    Raises:
+        ConfigError: malformed, or no such file.
+    """
     file_name, separator, function_name = target.rpartition(":")
     if not separator or not file_name.endswith(".py") or not function_name.isidentifier():
         raise ConfigError(f"{target!r} names no job: {_EXPECTED}.")
-    path = Path(file_name)
-    if not path.is_file():
+    if not Path(file_name).is_file():
         raise ConfigError(f"there is no file {file_name!r} (from {Path.cwd()}): {_EXPECTED}. Check the path.")
-    return _task_of(_import(path), function_name, file_name, target)
+    return target
 
 
 def load_task_from_module(module_name: str, function_name: str) -> TrainingTask:

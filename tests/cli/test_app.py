@@ -19,6 +19,7 @@ from tests.cli.command_line import CARDS, Ended, Run
         (["job.py"], r"'job.py' names no job: expected FILE.py:FUNCTION"),
         (["job:make_task"], r"names no job"),
         (["nowhere.py:make_task"], r"there is no file 'nowhere.py'.*Check the path"),
+        (["nowhere.py:make_task", "--devices", "cuda:77"], r"there is no file 'nowhere.py'"),
         (["job.py:nothing"], r"job.py has no function 'nothing': it defines .*make_task.*expected FILE.py:FUNCTION"),
         (["job.py:NOT_A_FUNCTION"], r"no function 'NOT_A_FUNCTION'"),
         (["job.py:returns_a_model"], r"returned an object of type Model: expected.*TrainingTask"),
