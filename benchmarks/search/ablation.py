@@ -57,6 +57,7 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("a curve for each kind, without busy times", Fit, "_with_own_curves", lambda *_: []),
     ("GPU 0's own work", Fit, "_gpu0_per_sample_s", lambda _: 0.0),
     ("ratios as each kind alone says", Fit, "_ratios_alone", lambda _: []),
+    ("GPU 0's own work, without busy times", Fit, "_with_work_of_gpu0", lambda *_: []),
     ("fewer devices may be faster", Hypothesis, "optimistic_step_s", lambda self, *step: self.step_s(*step)),
     ("doubt of a kind", TimeModel, "_doubt_of_kind", lambda *asked: np.zeros(len(asked[-1]))),
     ("calibration", Calibration, "doubt", 1.0),
