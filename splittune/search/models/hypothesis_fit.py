@@ -34,8 +34,8 @@ MOST_RATIOS = 16
 # What a ratio lacks in log prior, for its squared logarithm: devices mostly are alike. A choice.
 RATIO_PENALTY = 0.5
 # Without busy times: what GPU 0 works for each sample of the micro-batch, in samples of a device of ratio 1. There is a
-# hypothesis for each. A choice: a hundredth changes no step by as much as is searched for, and with more
-# than one and a half GPU 0 alone would be the slowest of any split.
+# hypothesis for each. A choice: less than the first is nearly a larger ratio of GPU 0; with the last it takes longer
+# than another of ratio 1 does with all samples.
 GPU0_PARTS = tuple(np.geomspace(0.03, 1.5, 6))
 # Beside each of them every kind's ratio is sought anew, at so many times the likeliest without. A choice: what seemed
 # slow may be GPU 0's own work, and up to three times as fast.

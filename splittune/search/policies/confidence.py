@@ -56,12 +56,11 @@ class UpperConfidenceBound:
         scores = state.scores
         if scores is None or not state.any_fits:
             return None
-        runs = scores.runs
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
         gain = scores.optimistic_gain(self.deviations * state.doubt)
         price = self.oom_price if state.memory.knows_rest else self.blind_oom_price
-        kept = np.maximum(fits / np.maximum(runs, 1e-9), LEAST_KEPT)
-        worth = gain * np.cbrt(kept) * runs - price * (1 - runs)
+        kept = np.maximum(fits / np.maximum(scores.runs, 1e-9), LEAST_KEPT)
+        worth = gain * np.cbrt(kept) * scores.runs - price * (1 - scores.runs)
         worth = np.where(state.is_grown_slowly(scores.table), worth, -np.inf)
         if state.doubt > MOST_DOUBT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)
@@ -75,7 +74,7 @@ class UpperConfidenceBound:
             device = int((scores.limits - scores.needed.most[row]).argmin())
             most, limit = (format_bytes(float(b[device])) for b in (scores.needed.most[row], scores.limits))
             return Proposal(split=split, kind="improve", reason=f"{reason}; GPU {device} at most at {most} of {limit}")
-        chances = f"runs with a chance of {runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
+        chances = f"runs with a chance of {scores.runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
         return Proposal(split=split, kind="risky", reason=f"{reason}; worth a risk: {chances}")
 
     @staticmethod
