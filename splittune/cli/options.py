@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from splittune.training.load_task import checked_target
+from splittune.cli.ranks import checked_job
 
 JobArgument = Annotated[
     str,
     # a path that is mistyped is told before anything else is looked at, devices above all
-    typer.Argument(metavar="FILE.py:FUNCTION", help="FUNCTION() returns a TrainingTask.", callback=checked_target),
+    typer.Argument(metavar="FILE.py:FUNCTION", help="FUNCTION() returns a TrainingTask.", callback=checked_job),
 ]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for split.json, the tables and the explanation.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]

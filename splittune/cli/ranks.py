@@ -17,6 +17,7 @@ from splittune.runners.launch.attempts import Attempts
 from splittune.runners.launch.outcome import is_everybodys, let_the_cause_end, write_verdict
 from splittune.runners.launch.place import Place, place_of
 from splittune.runners.launch.rank import GRACE_S, end_now, joined
+from splittune.training.load_task import checked_target
 
 LIMIT_NAME = "--trial-timeout-s"
 
@@ -49,6 +50,17 @@ def as_rank(place: Place, *, on_cards: bool, trial_timeout_s: float, quiet: bool
         except KeyboardInterrupt:
             end_now(EXIT_INTERRUPTED)
     write_verdict(place, 0)
+
+
+def checked_job(target: str) -> str:
+    """The same ``FILE.py:FUNCTION``; the file is there, unless this process is a rank.
+
+    Ranks look for it once they are a group: then what one of them lacks is said by all alike.
+
+    Raises:
+        ConfigError: malformed, or no such file.
+    """
+    return checked_target(target) if _place() is None else target
 
 
 def check_strategy(place: Place, strategy: str) -> None:
