@@ -33,8 +33,8 @@ class CandidateScores:
         """(N,) cannot run out of memory, and keeps its headroom."""
         return np.asarray(self.cannot_oom & (self.needed.most <= self.limits).all(axis=1))
 
-    def optimistic_gain(self, deviations: float) -> FloatArray:
-        """(N,) upper confidence bound: the gain if a split is so many deviations faster than predicted.
+    def optimistic_gain(self, deviations: FloatArray) -> FloatArray:
+        """(N,) upper confidence bound: the gain if each split is so many `deviations`, (N,), faster than predicted.
 
         In logarithms of time: 0.01 is 1 %.
         """

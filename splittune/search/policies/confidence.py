@@ -21,7 +21,7 @@ class UpperConfidenceBound:
 
     Worked: 0.3 to gain with a chance of 0.8 to run is worth ``0.8 x 0.3 - 0.2 x 0.7 = 0.1``, and a
     trial; with a chance of 0.7 it is worth nothing. A split that surely fits is worth what it may
-    gain. Where the latest predictions were off by more than their deviations, the bound is that much
+    gain. Where the latest predictions were off by more than their deviations, its bound is that much
     further away (`Calibration`), and while they were off by more than `MOST_DOUBT`, splits that surely
     fit are measured whatever they promise: a search does not end on models that were wrong just now.
 
@@ -57,7 +57,9 @@ class UpperConfidenceBound:
         if scores is None or not state.any_fits:
             return None
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
-        gain = scores.optimistic_gain(self.deviations * state.doubt)
+        # that the models were wrong is a reason to measure what surely fits, and none to risk anything
+        deviations = self.deviations * np.where(scores.surely_feasible, state.doubt, 1.0)
+        gain = scores.optimistic_gain(deviations)
         price = self.oom_price if state.memory.knows_rest else self.blind_oom_price
         kept = np.maximum(fits / np.maximum(scores.runs, 1e-9), LEAST_KEPT)
         worth = gain * np.cbrt(kept) * scores.runs - price * (1 - scores.runs)

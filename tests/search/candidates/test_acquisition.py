@@ -45,5 +45,6 @@ def test_what_surely_fits_runs_and_keeps_its_headroom() -> None:
 
 
 def test_optimism_adds_deviations() -> None:
-    """Two deviations of 10 % are 20 %."""
-    assert scores(most=[9, 9], cannot_oom=[True, True]).optimistic_gain(2).tolist() == pytest.approx([0.2, 0.2])
+    """Two deviations of 10 % are 20 %, and one is 10."""
+    both = scores(most=[9, 9], cannot_oom=[True, True])
+    assert both.optimistic_gain(np.array([2.0, 1.0])).tolist() == pytest.approx([0.2, 0.1])
