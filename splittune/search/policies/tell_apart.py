@@ -15,8 +15,7 @@ from splittune.split import BatchSplit, SplitSpace, even_shards
 # Kinds that took as long alone are measured again once even splits hold so many times as large shares. A choice:
 # launches may have taken longest before. Smaller: more trials where devices are alike.
 MUCH_LARGER = 8
-# How likely a device must keep its headroom where it is asked for a larger share than any that fitted, as one that had
-# none yet is. A choice: even odds.
+# How likely all devices must keep their headroom. A choice: even odds.
 LEAST_CHANCE = 0.5
 
 
@@ -58,13 +57,10 @@ class TellApart:
 
     @staticmethod
     def _may_run(state: SearchState, split: BatchSplit) -> bool:
-        """Whether it is open and, where it asks more of a device than any split that fits did, likely fits."""
+        """Whether it is open, and likely fits."""
         if any(trial.split == split or trial.rules_out(split) for trial in state.trials):
             return False
-        largest = np.max([trial.split.shard_sizes for trial in state.trials if trial.fits], axis=0)
         shards = np.array([split.shard_sizes], dtype=float)
-        if (shards <= largest).all():
-            return True
         needed = state.memory.needed(np.array([float(split.accumulation_steps)]), shards)
         return bool(needed.chance_below(state.limits)[0] >= LEAST_CHANCE)
 

@@ -88,6 +88,19 @@ def test_a_card_that_had_no_share_yet_is_asked_with_one_sample() -> None:
     assert wanted.split == split(5, 5, 1, 0, 0, 0)
 
 
+def test_a_share_that_fitted_the_whole_batch_is_not_asked_where_gradients_stay() -> None:
+    """Half of 64 samples fit on GPU 0 in a single step. Alone it takes two steps for them, and in the second the
+    gradients of the first, 1,000 MiB, are held as well: more than is left."""
+    card = dict[str, float](parameters=1000, state=2000, sample=100, stays=1, total=6800)
+    memories = [card_memory(is_first=i == 0, **card) for i in range(2)]
+    problem = job(memories, B=64, shares="gpu0", tells_busy=False)
+    tried = [even(64, 32, 2), even(64, 4, 2), even(64, 1, 2)]
+    assert problem.fits(tried[-1])
+    assert not problem.fits(split(64, 2, 32, 0))
+    wanted = TellApart().propose(state_after(problem, tried))
+    assert wanted is None or wanted.split.gpu0_bsz == 0
+
+
 def test_cards_that_took_as_long_are_asked_again_with_much_larger_shares() -> None:
     """With one sample each launches take longest, on all; with 16 of them the samples do."""
     slow, fast = CardTime(launch_s=0.1, sample_s=0.003), CardTime(launch_s=0.1, sample_s=0.001)
