@@ -202,7 +202,7 @@ class MemoryModel:
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
         """(7, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
-        envelope, overhead = self._envelopes[device, accumulates], self._overheads[device]
+        envelope, overhead = self._envelopes[device, accumulates], self._overheads[device, accumulates]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
         most = np.minimum(held + self.margin * unseen, self._readings.proven(device, sizes, accumulates))
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
@@ -217,7 +217,7 @@ class MemoryModel:
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
-        overhead, envelope = self._overheads[device], self._envelopes[device, accumulates]
+        overhead, envelope = self._overheads[device, accumulates], self._envelopes[device, accumulates]
         live = envelope.most(sizes)
         live = np.maximum(live, self._readings.update_bytes(device))
         held = live + overhead.most(live)
@@ -228,7 +228,11 @@ class MemoryModel:
 
     def _fit(self) -> None:
         readings = self._readings
-        self._overheads = [readings.allocator_overhead(readings.alike(device)) for device in range(self._n)]
+        self._overheads = {
+            (device, kind): readings.allocator_overhead(readings.alike(device), accumulates=kind)
+            for device in range(self._n)
+            for kind in (False, True)
+        }
         self._envelopes, self._least_parts = {}, {}
         groups = [group for group in readings.same_memory_groups() if readings.readings(group[0])]
         least, most = saved_slopes(readings, [device for group in groups for device in group])
@@ -258,7 +262,7 @@ class MemoryModel:
         at_most, at_least, rest = self._readings.points(devices, accumulates)
         for device in devices:
             full = self.budget_bytes[[device]]
-            live = float((full - self._overheads[device].most(full))[0])
+            live = float((full - self._overheads[device, accumulates].most(full))[0])
             at_least += [(*size, live) for size in self._readings.oom_sizes(device, accumulates)]
         smallest = min(peak for *_, peak in at_most)
         least, most = slopes

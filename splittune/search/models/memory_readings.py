@@ -242,20 +242,27 @@ class MemoryReadings:
                 others.append(other)
         return tuple(sorted(others))
 
-    def allocator_overhead(self, devices: Sequence[int]) -> AllocatorOverhead:
-        """What the allocator reserved beyond what was allocated, over all trials of `devices`.
+    def allocator_overhead(self, devices: Sequence[int], *, accumulates: bool) -> AllocatorOverhead:
+        """What the allocator reserved beyond what was allocated, over all trials of `devices` in that kind of step.
 
-        Of each excess up to `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the
+        Gradients that stay leave other gaps than such as come and go; where there was no trial of the kind, the others
+        tell. Of each excess up to `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the
         allocator hands its free blocks back: then the constant is the smallest one seen. Devices that
         never held anything are told by all others.
         """
         held = [
-            [run.memory[i] for run in self.runs if run.memory[i].peak_allocated_bytes] for i in range(self.num_devices)
+            [
+                (run.split.accumulation_steps > 1, memory)
+                for run in self.runs
+                if (memory := run.memory[i]).peak_allocated_bytes
+            ]
+            for i in range(self.num_devices)
         ]
-        own = [memory for i in devices for memory in held[i]]
+        own = [pair for i in devices for pair in held[i]] or [pair for one in held for pair in one]
+        of_kind = [memory for kind, memory in own if kind == accumulates] or [memory for _, memory in own]
         pairs = [
             (memory.peak_allocated_bytes, max(0, memory.peak_reserved_bytes - memory.peak_allocated_bytes))
-            for memory in (own or [memory for one in held for memory in one])
+            for memory in of_kind
         ] or [(1, 0)]
         quanta = [min(excess, QUANTUM_BYTES) for _, excess in pairs]
         ratios = [max(0, excess - QUANTUM_BYTES) / allocated for allocated, excess in pairs]

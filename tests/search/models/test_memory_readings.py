@@ -92,7 +92,7 @@ def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> N
     short; more grows with them.
     """
     held = [memory(0, 500, peak_reserved_bytes=572), memory(1, 50, peak_reserved_bytes=54)]
-    overhead = peaks(ran(even(B, 4, 2), *held)).allocator_overhead(range(2))
+    overhead = peaks(ran(even(B, 4, 2), *held)).allocator_overhead(range(2), accumulates=True)
     live = np.array([1000.0 * MIB])
     assert overhead.least(live)[0] == pytest.approx(0)
     assert overhead.most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
@@ -105,9 +105,20 @@ def test_each_device_has_gaps_of_its_own_allocator() -> None:
         ran(split(B, 4, 4, 4, 0), memory(0, 1000, peak_reserved_bytes=1122), memory(1, 100, peak_reserved_bytes=172), 0)
     )
     live = np.array([2000.0 * MIB])
-    assert seen.allocator_overhead([0]).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
-    assert seen.allocator_overhead([1]).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
-    assert seen.allocator_overhead([2]).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
+    assert seen.allocator_overhead([0], accumulates=True).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
+    assert seen.allocator_overhead([1], accumulates=True).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
+    assert seen.allocator_overhead([2], accumulates=True).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
+
+
+def test_each_kind_of_step_has_gaps_of_its_own() -> None:
+    """A tenth beside gradients that stay and a half beside such as come and go; a kind without a trial takes both."""
+    accumulates = ran(even(B, 4, 2), *[memory(i, 1000, peak_reserved_bytes=1122) for i in range(2)])
+    whole = ran(even(B, 1, 2), *[memory(i, 1000, peak_reserved_bytes=1522) for i in range(2)])
+    live = np.array([2000.0 * MIB])
+    for trials, ratios in (((accumulates, whole), (0.5, 0.1)), ((accumulates,), (0.1, 0.1)), ((whole,), (0.5, 0.5))):
+        for kind, ratio in zip((False, True), ratios, strict=True):
+            most = peaks(*trials).allocator_overhead(range(2), accumulates=kind).most(live)[0]
+            assert most == pytest.approx(QUANTUM_BYTES + ratio * live[0])
 
 
 def test_what_was_seen_is_the_most_of_trials_that_demanded_no_more() -> None:
@@ -210,9 +221,9 @@ def test_excess_of_a_single_size_tells_nothing_of_smaller_ones() -> None:
     """Blocks that workspaces left behind may be gone at the next size; of two sizes the smaller ratio counts."""
     one = memory(0, 100, peak_reserved_bytes=150), memory(1, 100, peak_reserved_bytes=150)
     live = np.array([400.0 * MIB])
-    assert peaks(ran(even(B, 4, 2), *one)).allocator_overhead(range(2)).least(live)[0] == 0
+    assert peaks(ran(even(B, 4, 2), *one)).allocator_overhead(range(2), accumulates=True).least(live)[0] == 0
     two = memory(0, 200, peak_reserved_bytes=300), memory(1, 200, peak_reserved_bytes=300)
-    both = peaks(ran(even(B, 4, 2), *one), ran(even(B, 2, 2), *two)).allocator_overhead(range(2))
+    both = peaks(ran(even(B, 4, 2), *one), ran(even(B, 2, 2), *two)).allocator_overhead(range(2), accumulates=True)
     ratios = 0.5 - QUANTUM_BYTES / MIB / np.array([100, 200])
     assert both.least(live)[0] == pytest.approx((2 * ratios.min() - ratios.max()) * live[0])
 
