@@ -33,7 +33,7 @@ class FindBaseline:
     """Optimistic gain, in logarithms of time, that the trial must promise; None where it is wanted in any
     case. A choice. Larger: fewer trials where fewer steps are hardly faster."""
 
-    min_chance: float = 0.98
+    min_chance: float = 0.99
     """How likely it must keep its headroom; `BLIND_CHANCE` where trials do not tell what is held at rest. A choice.
     Smaller: larger strides, and more of them run out of memory."""
 
