@@ -46,6 +46,9 @@ class UpperConfidenceBound:
     deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %.
     Larger: more trials before the search ends."""
+    risk_deviations: float = 1
+    """The same for what may run out of memory. A choice: of 1, 1.5 and 2 that with the fewest OOMs, and no more searches
+    that ended far behind. Larger: more risks."""
     min_trials: int = 6
     """A choice: half of all searches take as many anyway, and those that ended far behind the best mostly had had three
     or four. Larger: more trials where models fitted at once."""
@@ -58,9 +61,9 @@ class UpperConfidenceBound:
             return None
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
         # that the models were wrong is a reason to measure what surely fits, and none to risk anything
-        deviations = self.deviations * np.where(scores.surely_feasible, state.doubt, 1.0)
-        gain = scores.optimistic_gain(deviations)
-        price = self.oom_price if state.memory.knows_rest else self.blind_oom_price
+        safe, knows_rest = self.deviations * state.doubt, state.memory.knows_rest
+        price, risky = (self.oom_price, self.risk_deviations) if knows_rest else (self.blind_oom_price, safe)
+        gain = scores.optimistic_gain(np.where(scores.surely_feasible, safe, risky))
         kept = np.maximum(fits / np.maximum(scores.runs, 1e-9), LEAST_KEPT)
         worth = gain * np.cbrt(kept) * scores.runs - price * (1 - scores.runs)
         worth = np.where(state.is_grown_slowly(scores.table), worth, -np.inf)
