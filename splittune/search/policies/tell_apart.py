@@ -14,7 +14,7 @@ from splittune.split import BatchSplit, SplitSpace, even_shards
 
 # Kinds that took as long alone are measured again once even splits hold so many times as large shares. A choice:
 # launches may have taken longest before. Smaller: more trials where devices are alike.
-MUCH_LARGER = 8
+MUCH_LARGER = 4
 # How likely all devices must keep their headroom. A choice: even odds.
 LEAST_CHANCE = 0.5
 
@@ -26,7 +26,7 @@ class TellApart:
     A step takes as long as its slowest device, so without busy times splits over all devices show
     one kind alone, and shares cannot be balanced. Kinds are as `separable_kinds` tells them. Example: 3
     devices that fit 8, 9 and 9 samples are measured with 8 on the first, on the second, and on the third;
-    where all took as long, once more when 64 fit. Devices that must have a share get the least.
+    where all took as long, once more when 32 fit. Devices that must have a share get the least.
     """
 
     def propose(self, state: SearchState) -> Proposal | None:
