@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import Pool
 from pathlib import Path
@@ -137,7 +138,11 @@ def judged(generator: str, seed: int, name: str, search: Callable[[Problem], Bat
     best = problem.best_throughput
     assert best is not None
     began = time.perf_counter()
-    split = search(problem)
+    try:
+        split = search(problem)
+    except Exception:  # noqa: BLE001  told, and judged as one that found nothing: thousands of others are not lost
+        traceback.print_exc()
+        split = None
     elapsed_s = time.perf_counter() - began
     runs = [problem.runs(tried) for tried in problem.measured]
     first_that_ran = runs.index(True) if True in runs else len(runs)

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.search import ablation, judge
 from benchmarks.search.ablation import Variant, compared, searched, variants
 from benchmarks.search.judge import GENERATORS, judged, seeds, summarised
+from benchmarks.search.problem import Problem
 from splittune.search.models import memory
 from splittune.search.policies.proposer import POLICIES
 
@@ -23,6 +24,18 @@ def test_a_judgement_writes_its_table_its_problems_and_its_picture(tmp_path: Pat
     assert set(table.search) == set(rows.search)
     assert table.first_seed.eq(3).all()
     assert (tmp_path / "search_judged.png").stat().st_size > 1000
+
+
+def test_a_search_that_crashes_is_judged_as_one_that_found_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its traceback is printed; the other searches of a judgement are kept."""
+
+    def crash(problem: Problem) -> None:
+        problem.measure(next(iter(problem.space().even_splits())))
+        raise RuntimeError("no convergence")
+
+    row = judged("layered", next(seeds("layered", 1, 3)), "crashes", crash)
+    assert (row["regret"], row["num_trials"]) == (1, 1)
+    assert "RuntimeError: no convergence" in capfd.readouterr().err
 
 
 def test_what_finds_nothing_has_lost_all() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import nnls
 
 from splittune.search.arrays import FloatArray
 from splittune.search.models.hypotheses import StepCosts
+from splittune.search.models.least_squares import non_negative
 from splittune.search.models.step_trials import StepTrials
 
 # The relative error of a micro-step's own time counts so much beside that of a whole step. A choice: enough to tell
@@ -29,7 +29,7 @@ def fit_costs(trials: StepTrials, slowest_s: FloatArray, *, with_links: bool) ->
     weights = MICRO_STEP_WEIGHT * trials.tells_micro_steps / micro_s
     left_of_steps = np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s
     left_of_micro_steps = np.maximum(micro_s - slowest_s, 0.0) * weights
-    costs, _ = nnls(
+    costs = non_negative(
         np.concatenate([rows, of_micro_step * weights[:, None]]), np.concatenate([left_of_steps, left_of_micro_steps])
     )
     predicted = trials.steps * slowest_s / step_s + rows @ costs

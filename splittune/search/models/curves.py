@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from splittune.search.arrays import FloatArray
+from splittune.search.models.least_squares import non_negative
 
 # A knee is believed if it leaves less than this part of the straight line's squared errors. A
 # choice. Nearer to 1, noise bends lines; nearer to 0, real knees are missed.
@@ -182,5 +182,5 @@ def _lines(
 def _coefficients(times_s: FloatArray, *terms: FloatArray) -> FloatArray:
     """A floor and a coefficient for each term: non-negative least squares on relative errors."""
     matrix = np.column_stack([np.ones_like(times_s), *terms]) / times_s[:, None]
-    solution, _ = nnls(matrix, np.ones_like(times_s))
+    solution = non_negative(matrix, np.ones_like(times_s))
     return np.maximum(solution, [0.0, LEAST_SLOPE_S, *[0.0] * (len(terms) - 1)])

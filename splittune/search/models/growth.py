@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from splittune.profiling.measurement import Measurement
+from splittune.search.models.least_squares import non_negative
 from splittune.search.models.memory_readings import MemoryReadings, Reading
 
 # A reading within this part of the smallest may be another phase's peak, which no size changes.
@@ -76,7 +76,7 @@ def _slope(readings: Sequence[Reading], *, column: int, less_bytes: Sequence[flo
     accumulates = np.array([float(readings[i].accumulates) for i in kept])
     unit, largest = max(float(np.abs(peaks).max()), 1.0), float(sizes.max())
     matrix = np.column_stack([np.ones(len(kept)), sizes / largest, accumulates])
-    solution, _ = nnls(matrix, np.maximum(peaks / unit, 0.0))
+    solution = non_negative(matrix, np.maximum(peaks / unit, 0.0))
     return float(solution[1] * unit / largest)
 
 

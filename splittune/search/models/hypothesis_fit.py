@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize_scalar, nnls
+from scipy.optimize import minimize_scalar
 
 from splittune.search.arrays import FloatArray
 from splittune.search.models.cost_fit import fit_costs
@@ -15,6 +15,7 @@ from splittune.search.models.curves import Curve, fit_curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
+from splittune.search.models.least_squares import non_negative
 from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
 
 Weighed = tuple[float, Hypothesis]  # a log posterior, but for a constant, and its hypothesis
@@ -138,7 +139,7 @@ class Fit:
         if not known.any():
             return 0.0
         scaled = matrix[known] / times[known, None]
-        (_, _, per_sample_s), _ = nnls(scaled, np.ones(known.sum()))
+        _, _, per_sample_s = non_negative(scaled, np.ones(known.sum()))
         largest = float((per_sample_s * sizes / np.maximum(busy_s[:, 0], per_sample_s * sizes + LEAST_SECONDS)).max())
         return float(per_sample_s) if largest > BUSY_TOLERANCE + SIGNIFICANT_DEVIATIONS * trials.noise else 0.0
 
@@ -307,7 +308,7 @@ class Fit:
             return np.zeros(len(active))
         micro_s = trials.micro_step_s
         matrix = np.column_stack([np.ones_like(shares), shares, active - 1.0]) / micro_s[:, None]
-        (_, _, further_s), _ = nnls(matrix, np.ones_like(shares))
+        _, _, further_s = non_negative(matrix, np.ones_like(shares))
         return np.asarray(np.minimum(further_s * (active - 1.0), MOST_OVERHEAD * micro_s))
 
     def _kinds_of_unknown_speed(self) -> list[NDArray[np.bool_]]:
