@@ -87,10 +87,10 @@ def one_kind_holds_more() -> Job:
     ],
 )
 def test_where_memory_is_not_affine_the_best_is_found(make: Callable[[], Job], part: float) -> None:
-    """No line foretells it, and trials take more than the model held possible. Where 7 % may be gained at even odds
-    to run out of memory, that is not worth it, nor are 10 % of which one trial in eight runs out and half keep too
-    little; nor where what the allocator holds varies from share to share
-    by more than a sample needs, so that a larger one may fit where a smaller one did not."""
+    """No line foretells it, and trials take more than the model held possible. Not worth a risk are 7 % at even odds to
+    run out of memory; 10 % where one trial in eight does and half keep too little headroom; and 10 % where what the
+    allocator holds varies from share to share by more than a sample needs, so that a larger one may fit where a smaller
+    one did not."""
     problem = make()
     _, trials = search(problem, most=12)
     assert best_of(problem, trials) >= part
