@@ -20,5 +20,10 @@ def non_negative(matrix: FloatArray, values: FloatArray) -> FloatArray:
     try:
         solution, _ = nnls(matrix, values, maxiter=ITERATIONS * matrix.shape[1])
     except RuntimeError:  # rounding has it take a column in and give it back again
-        solution = np.maximum(lsq_linear(matrix, values, bounds=(0, np.inf)).x, 0.0)
+        # "bvls" and not the interior "trf", which divides by zero for columns of zeros; of unit columns, since it takes
+        # a slope for none by what it is, not by what it explains.
+        norms = np.linalg.norm(matrix, axis=0)
+        norms[norms == 0.0] = 1.0
+        bounds, most = (0.0, np.inf), ITERATIONS * matrix.shape[1]
+        solution = np.maximum(lsq_linear(matrix / norms, values, bounds, method="bvls", max_iter=most).x, 0.0) / norms
     return np.asarray(solution)

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
@@ -52,11 +52,13 @@ def test_columns_that_explain_nothing_more_are_answered() -> None:
     assert non_negative(matrix, np.ones(len(SHARES))) == pytest.approx([1 / CONSTANT, 0, 0], abs=1e-9)
 
 
-@given(rows=st.lists(st.tuples(*[st.floats(0, 100) for _ in range(3)]), min_size=1, max_size=12))
+# With these rows scipy's interior method multiplies infinity by zero.
+@example(rows=[(1.0, 0.0, 1.0), (2.0, 0.0, 0.0)])
+@given(rows=st.lists(st.tuples(*[st.just(0.0) | st.floats(1e-9, 100)] * 3), min_size=1, max_size=12))
 def test_bounded_least_squares_are_as_near_where_the_active_set_does_not_settle(
     rows: list[tuple[float, float, float]],
 ) -> None:
-    """Whatever the rows: no coefficient is negative, and the error is no larger than with those of the active set."""
+    """Whatever the rows, zeros and eleven magnitudes: none is negative, the error no larger than the active set's."""
     matrix = np.column_stack([np.ones(len(rows)), np.array(rows)[:, :2]])
     values = np.array(rows)[:, 2]
     with patch.object(least_squares, "nnls", side_effect=RuntimeError("Maximum number of iterations reached.")):
