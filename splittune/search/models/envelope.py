@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from splittune.search.arrays import FloatArray
+from splittune.search.arrays import BoolArray, FloatArray
 
 # Bounds that meet in less than this volume, scaled to units of 1, do not meet in a corner.
 LEAST_VOLUME = 1e-9
@@ -41,7 +41,7 @@ class Envelope:
 
     - **The most**: the highest line that lies below every point where `f` is known to be no more.
     - **The least**: f is convex and never falls, so a chord to a point where f is no less goes on
-      beyond it, and beta is no less than the steepest chord.
+      beyond it, and beta is no less than the steepest chord. Chords over a jump do not count.
 
     Worked: 2 at rest, f is 5 at a share of 1 and 8 at 10. A line may rise by 0.6 a sample at most,
     from 2, so at a share of 20 f is 14 at most. It rose by a third from 1 to 10, so it is 11.3 at least.
@@ -74,11 +74,14 @@ class Envelope:
         most: tuple[float, float] = (np.inf, np.inf),
     ) -> Envelope:
         """The envelope that these points leave; see `Envelope`."""
-        chords, ends = _chords(at_most, at_least)
+        jumps = _over_jumps(at_most, at_least)
+        chords, ends = _chords(at_most, at_least, np.zeros_like(jumps))
         if len(ends):
             # a line that rises so steeply began no higher
             begins = at_least.num_bytes[ends] - _times(at_least.sizes[ends], chords.sizes) * chords.num_bytes
             rest = max(min(rest, float(begins.min())), 0.0)
+        if jumps.any():
+            chords, ends = _chords(at_most, at_least, jumps)
         rest = min(rest, float(at_most.num_bytes.min()) - 1.0)
         alone = np.where((chords.sizes > 0) & (chords.sizes[:, ::-1] <= 0), chords.sizes, np.inf)
         least_slopes = np.maximum((chords.num_bytes[:, None] / alone).max(axis=0, initial=0.0), least)
@@ -108,7 +111,7 @@ class Envelope:
         return np.asarray(self.rest + (rows @ self.corners.T).max(axis=1))
 
     def sure(self, sizes: FloatArray) -> FloatArray:
-        """(N,) the least of what grows, beside what rests, for `sizes` (N, 2); where f jumps, `most`."""
+        """(N,) the least of what grows, beside what rests, for `sizes` (N, 2)."""
         return np.asarray(np.minimum(self.rest + sizes @ self.least_slopes, self.most(sizes)))
 
     def least(self, sizes: FloatArray) -> FloatArray:
@@ -173,8 +176,8 @@ def _extreme_lines(sizes: FloatArray, num_bytes: FloatArray, most_slopes: tuple[
     return np.asarray(np.unique(np.maximum(corners, 0.0), axis=0) / scale * unit)
 
 
-def _chords(at_most: Points, at_least: Points) -> tuple[Points, NDArray[np.int64]]:
-    """The steepest rises of f to each point of `at_least`, and the places of those points.
+def _chords(at_most: Points, at_least: Points, left_out: BoolArray) -> tuple[Points, NDArray[np.int64]]:
+    """The steepest rises of f to each point of `at_least`, and the places of those points; none of `left_out`, (L, M).
 
     Up to three for each: one in each size alone, and one in both.
     """
@@ -183,9 +186,30 @@ def _chords(at_most: Points, at_least: Points) -> tuple[Points, NDArray[np.int64
     largest = np.maximum(at_least.sizes, 1.0)[:, None]
     chosen = set()
     for counted in ((True, False), (False, True), (True, True)):
-        matches = ((over > 0) == counted).all(axis=2) & (risen > 0)
+        matches = ((over > 0) == counted).all(axis=2) & (risen > 0) & ~left_out
         steepness = np.where(matches, risen / np.where(over > 0, over / largest, 0.0).max(axis=2, initial=1e-9), 0.0)
         begins = steepness.argmax(axis=1) if steepness.size else np.zeros(0, dtype=int)
         chosen |= {(int(end), int(begins[end])) for end in range(len(begins)) if steepness[end, begins[end]] > 0}
     ends, begins = np.array(sorted(chosen), dtype=int).reshape(-1, 2).T
     return Points(sizes=over[ends, begins], num_bytes=risen[ends, begins]), ends
+
+
+def _over_jumps(at_most: Points, at_least: Points) -> BoolArray:
+    """(L, M) which chords, from each of M points of `at_most` to each of L of `at_least`, go over a jump of f.
+
+    Such is one that would go on above what f is known to be further on: f is not convex there, and no chord over it
+    tells of what is beyond. Worked: f is 3 at 1, 6 at 3 and 8 at 5. From 1 to 3 it rose by 1.5 a sample, and would be 9
+    at 5; from 1 to 5, too, it jumped, and a sample takes 1.
+    """
+    over = at_least.sizes[:, None] - at_most.sizes[None]
+    risen = at_least.num_bytes[:, None] - at_most.num_bytes[None]
+    further = at_most.sizes[None] - at_least.sizes[:, None]
+    times = _times(further[:, None], np.maximum(over, 0.0)[:, :, None])
+    goes_on = at_least.num_bytes[:, None, None] + np.where(np.isinf(times), 0.0, times) * risen[..., None]
+    known = np.asarray((further >= 0).all(axis=2))[:, None] & (times > 0) & (over >= 0).all(axis=2, keepdims=True)
+    jumps = np.zeros(risen.shape, dtype=bool)
+    found = (known & (risen[..., None] > 0) & (goes_on > (1 + ROUNDING) * at_most.num_bytes)).any(axis=2)
+    for end, begin in np.argwhere(found):
+        ends = (at_least.sizes >= at_least.sizes[end]).all(axis=1)
+        jumps |= np.outer(ends, (at_most.sizes <= at_most.sizes[begin]).all(axis=1))
+    return jumps

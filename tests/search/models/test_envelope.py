@@ -57,12 +57,21 @@ def test_a_failure_bounds_from_below_what_comes_close_to_it() -> None:
     assert envelope.least(sizes((7, 0)))[0] == pytest.approx(35)
 
 
-def test_where_a_peak_jumped_what_surely_grows_is_no_more_than_the_most() -> None:
-    """The second sample took 9 and the third 7: ``2 + 5 x 9 = 47`` is no bound, since 5 take at most 40."""
+def test_where_a_peak_jumped_the_rise_over_it_is_no_slope() -> None:
+    """The second sample took 9 and the others 7: ``2 + 5 x 9 = 47`` is no bound, since 5 take at most 40."""
     points = at((1, 0, 9), (2, 0, 18), (3, 0, 25), (4, 0, 32))
     envelope = Envelope.through(points, points, rest=2.0)
-    assert envelope.sure(sizes((1, 0))) == pytest.approx(9)
-    assert envelope.sure(sizes((5, 0))) == envelope.most(sizes((5, 0))) == pytest.approx(40)
+    assert envelope.sure(sizes((5, 0))) == pytest.approx(35)
+    assert envelope.least(sizes((5, 0))) == pytest.approx(39)
+    assert envelope.most(sizes((5, 0))) == pytest.approx(40)
+
+
+def test_no_chord_over_a_jump_goes_on() -> None:
+    """3 with 1, 6 with 3 and 8 with 5: 1.5 a sample from 1 to 3 did not go on, so 7 take 10 at least, not 11.2."""
+    points = at((1, 0, 3), (3, 0, 6), (5, 0, 8))
+    envelope = Envelope.through(points, points, rest=0.0)
+    assert envelope.least(sizes((7, 0)))[0] == pytest.approx(10)
+    assert envelope.slopes[0] == pytest.approx(1)
 
 
 def test_a_convex_peak_began_no_lower_than_its_line() -> None:
