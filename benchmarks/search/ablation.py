@@ -34,13 +34,14 @@ from benchmarks.search.judge import GENERATORS, MAX_TRIALS, RESULTS, judged, see
 from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
 from splittune.search import find_best_split, study
-from splittune.search.models import hypothesis_fit, kinds
+from splittune.search.models import kinds, weighing
+from splittune.search.models.busy_times import BusyTimes
 from splittune.search.models.calibration import Calibration
 from splittune.search.models.envelope import Envelope
 from splittune.search.models.hypotheses import Hypothesis
-from splittune.search.models.hypothesis_fit import Fit
 from splittune.search.models.memory_readings import MemoryReadings
 from splittune.search.models.step_time import TimeModel
+from splittune.search.models.whole_steps import WholeSteps
 from splittune.search.policies.base import Policy, SearchState
 from splittune.search.policies.proposer import POLICIES
 from splittune.search.samplers.guided import GuidedSampler
@@ -52,12 +53,13 @@ FACTORS: dict[str, float] = {"nothing": 0.0, "halved": 0.5, "doubled": 2.0}
 NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH", "MIB", "TYPE_CHECKING")
 # Parts of the models and of the candidates: where each is, and what is left without it.
 PARTS: tuple[tuple[str, Any, str, Any], ...] = (
-    ("tiles", hypothesis_fit, "TILES", ()),
-    ("waiting for the host", hypothesis_fit, "HOST_SHARES", ()),
-    ("a curve for each kind, without busy times", Fit, "_with_own_curves", lambda *_: []),
-    ("GPU 0's own work", Fit, "_gpu0_per_sample_s", lambda _: 0.0),
-    ("ratios as each kind alone says", Fit, "_ratios_alone", lambda _: []),
-    ("GPU 0's own work, without busy times", Fit, "_with_work_of_gpu0", lambda *_: []),
+    ("tiles", weighing, "TILES", ()),
+    ("waiting for the host", weighing, "HOST_PARTS", ()),
+    ("a curve for each kind, without busy times", WholeSteps, "_with_own_curves", lambda *_: []),
+    ("GPU 0's own work", BusyTimes, "_gpu0_per_sample_s", lambda _: 0.0),
+    ("ratios drawn", WholeSteps, "_drawn", lambda *_: []),
+    ("ratios as each kind alone says", WholeSteps, "_ratios_alone", lambda _: []),
+    ("GPU 0's own work, without busy times", WholeSteps, "_with_work_of_gpu0", lambda *_: []),
     ("fewer devices may be faster", Hypothesis, "optimistic_step_s", lambda self, *step: self.step_s(*step)),
     ("doubt of a kind", TimeModel, "_doubt_of_kind", lambda *asked: np.zeros(len(asked[-1]))),
     ("calibration", Calibration, "doubt", 1.0),

@@ -1,0 +1,103 @@
+"""How much one hypothesis of step times is believed: with the costs that fit it best, by what the trials took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from splittune.search.arrays import FloatArray
+from splittune.search.models.cost_fit import fit_costs
+from splittune.search.models.curves import Curve
+from splittune.search.models.hypotheses import Hypothesis
+from splittune.search.models.step_trials import StepTrials
+
+Weighed = tuple[float, Hypothesis]  # a log posterior, but for a constant, and its hypothesis
+
+# Kernels may work on tiles of so many samples: powers of two, as tiles of matrix products are. A
+# choice; 2 was added while drawn problems were searched. Each size is one more hypothesis.
+TILES = (2, 4, 8, 16, 32)
+# What a hypothesis with tiles lacks in log prior: it must make the trials e^2 = 7 times as likely
+# to be believed as much as one without. A choice.
+TILE_PENALTY = 2.0
+# Hypotheses are compared as if the noise were at least this: none is exactly true, so small
+# residuals must not decide. A choice. Larger, and more hypotheses are averaged.
+MIXING_NOISE = 0.03
+# Degrees of freedom of Student's distribution, by which residuals are weighed. A choice: where all hypotheses are off
+# by more than `MIXING_NOISE`, they are compared by how much more. Larger: then the least wrong one is believed alone.
+FREEDOM = 4.0
+# The host's seconds for each device are tried at these parts of the most that the trials allow. A
+# choice, denser near the most: there the host decides most steps.
+HOST_PARTS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
+# Waiting for the host is believed if it leaves less than this part of the squared errors. A choice.
+HOST_GAIN = 0.5
+
+
+def tiles(trials: StepTrials) -> list[int]:
+    """Those of `TILES` that a measured share fills."""
+    return [tile for tile in TILES if tile <= trials.shards.max()]
+
+
+def likeliest(weighed: Iterable[Weighed]) -> Hypothesis:
+    """The hypothesis with the largest posterior."""
+    return max(weighed, key=lambda pair: pair[0])[1]
+
+
+def weigh(
+    trials: StepTrials,
+    curves: tuple[Curve, ...],
+    log_prior: float = 0.0,
+    *,
+    gpu0_per_sample_s: float = 0.0,
+    with_links: bool = True,
+) -> Weighed:
+    """The hypothesis of these curves, (n,), with the costs that fit them best, and its log posterior.
+
+    By Student's distribution of R relative residuals r, in units s of noise and no less than `MIXING_NOISE`:
+    ``-(4 + R) / 2 log(1 + sum(r^2 / s^2) / 4)``. Worked: of 8 trials, each off by one unit, ``-6 log 3 = -6.6``; of two
+    that are each off by 10 or by 11 units the second is less likely by ``6 log(243 / 201) = 1.1``, and not by the 84
+    that normal residuals would make it.
+
+    Args:
+        trials: what was measured.
+        curves: of each device.
+        log_prior: of these curves.
+        gpu0_per_sample_s: what GPU 0 works for each sample of the micro-batch while the others work.
+        with_links: whether outputs take time to come to GPU 0.
+    """
+    plain = Hypothesis(
+        curves=curves,
+        most_host_s_per_device=float((trials.micro_step_s / trials.counts.active_devices).min()),
+        gpu0_per_sample_s=gpu0_per_sample_s,
+        tells_busy=trials.tells_busy,
+    )
+    which, slowest_s = plain.slowest(trials.shards)
+    told = _with_costs(trials, plain, slowest_s, with_links)
+    residual = np.log(told.step_s(trials.counts, slowest_s)) - trials.log_step_s
+    residual = residual + told.of_slowest(trials.shards, which, Curve.deviation)
+    if trials.tells_busy:
+        different = {id(curve): curve for curve in curves}.values()
+        residual = np.concatenate([residual, *(curve.deviations for curve in different)])
+    squares = float((residual**2).sum()) / max(trials.noise, MIXING_NOISE) ** 2
+    return log_prior - (FREEDOM + len(residual)) / 2 * float(np.log1p(squares / FREEDOM)), told
+
+
+def _with_costs(trials: StepTrials, plain: Hypothesis, slowest_s: FloatArray, with_links: bool) -> Hypothesis:
+    """The same with its costs; where busy times are known, with the host's seconds if these explain much."""
+
+    def at(part: float) -> tuple[Hypothesis, float]:
+        host_s = part * plain.most_host_s_per_device
+        working_s = np.maximum(slowest_s, host_s * trials.counts.active_devices)
+        costs, error = fit_costs(trials, working_s, with_links=with_links)
+        return replace(plain, costs=costs, host_s_per_device=host_s), error
+
+    best, error = at(0.0)
+    if not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
+        return best
+    least = HOST_GAIN * error
+    for part in HOST_PARTS:
+        tried, error = at(part)
+        if error < least:
+            best, least = tried, error
+    return best

@@ -1,0 +1,253 @@
+"""Hypotheses where no trial says how long each device worked: a single curve, and a ratio for each kind of device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+
+from splittune.search.arrays import FloatArray
+from splittune.search.models.curves import Curve, fit_curve
+from splittune.search.models.hypotheses import Hypothesis
+from splittune.search.models.kinds import kind_alone
+from splittune.search.models.least_squares import non_negative
+from splittune.search.models.step_trials import StepTrials
+from splittune.search.models.weighing import TILE_PENALTY, Weighed, likeliest, tiles, weigh
+
+# How many samples of one kind of device take as long as one of another: where the likeliest are sought. A choice,
+# evenly spaced in logarithms: the fastest cards in use have some ten times the speed of the slowest, and the ratios go
+# to twice that.
+SPEED_RATIOS = tuple(np.geomspace(1 / 19, 19, 17))
+# Between the neighbours of the likeliest one it is then sought with so many tries. A choice: a thousandth is left.
+MOST_RATIOS = 16
+# What a ratio lacks in log prior, for its squared logarithm: devices mostly are alike. A choice.
+RATIO_PENALTY = 0.5
+# Steps of the chain of ratios, and of how many one is kept. A choice: 40 hypotheses of 600 tries take a fifth of a
+# second. More steps: what few ratios explain is found more often.
+NUM_STEPS, KEPT_OF = 600, 15
+# A step multiplies the ratio of one kind: the logarithm has one of these standard deviations. A choice: small ones to
+# be exact, large ones to cross what is unlikely between two that are likely.
+RATIO_STEPS = (0.05, 0.2, 0.7)
+# So often it exchanges the ratios of two kinds instead. A choice: which of two is the slow one is then soon found.
+SWAPS = 0.3
+# What GPU 0 works for each sample of the micro-batch, in samples of a device of ratio 1. There is a
+# hypothesis for each. A choice: less than the first is nearly a larger ratio of GPU 0; with the last it takes longer
+# than another of ratio 1 does with all samples.
+GPU0_PARTS = tuple(np.geomspace(0.03, 1.5, 6))
+# Beside each of them every kind's ratio is sought anew, at so many times the likeliest without. A choice: what seemed
+# slow may be GPU 0's own work, and up to three times as fast.
+RATIO_CHANGES = tuple(np.geomspace(1 / 3, 3, 9))
+# What a hypothesis with such work lacks in log prior. A choice: it has one coefficient more.
+GPU0_PENALTY = 1.0
+# What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: the likeliest
+# is where ratios are sought from, so denser parts save few tries.
+FLOORS = tuple(np.linspace(0.0, 0.9, 10))
+# Of a micro-step, further devices are taken to cost at most this part: something is left for the work itself.
+MOST_OVERHEAD = 0.9
+# So often the devices that were the slowest are told anew by curves of their own. A choice: mostly the
+# second time changes nothing.
+OWN_CURVES = 3
+# What a hypothesis with a curve for each kind lacks in log prior. A choice: it has more coefficients.
+OWN_CURVES_PENALTY = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSteps:
+    """Hypotheses of these trials: a single curve for all devices, over the largest share times its ratio.
+
+    A step takes as long as its slowest device, so it tells of one and bounds the others: many ratios explain the same
+    trials. The likeliest are sought, and from there Markov chain Monte Carlo draws from the posterior: the Metropolis
+    algorithm passes what the trials make likely as often as they do. Worked: 4 samples on any of six devices took as
+    long, but never 3 on both of two slow ones. That all six are slow explains this as well as that two are, so both are
+    drawn, and splits that would tell them apart are in doubt. The same trials have the same ones drawn.
+
+    Beside the drawn there are hypotheses with tiles, with work of GPU 0 on the whole micro-batch, and with a curve for
+    each kind.
+    """
+
+    trials: StepTrials
+
+    def hypotheses(self) -> list[Weighed]:
+        tried = self._sought()
+        start = likeliest(tried)
+        weighed = self._drawn(_ratios(start), float(np.logaddexp.reduce([log for log, _ in tried])))
+        weighed += self._with_own_curves(start) + self._with_work_of_gpu0(_ratios(start))
+        for ratios in {tuple(_ratios(start)), (1.0,) * self.trials.num_devices}:
+            tiled = [self._single_curve(np.array(ratios), tile) for tile in tiles(self.trials)]
+            weighed += [weigh(self.trials, curves, -TILE_PENALTY) for curves in tiled if curves[0].tile > 1]
+        return weighed
+
+    def _sought(self) -> list[Weighed]:
+        """Ratios of each kind, sought one kind after the other, each beside the others' likeliest.
+
+        From equal ones, and where there are several kinds once more, from the likeliest so far or those that each kind
+        alone tells.
+        """
+        equal, kinds = np.ones(self.trials.num_devices), self._kinds_of_unknown_speed()
+        weighed = [self._at(ratios) for ratios in (equal, *self._ratios_alone())]
+        for again in (False, True)[: len(kinds)]:
+            ratios = _ratios(likeliest(weighed)) if again else equal
+            for kind in kinds:
+                own = self._at_ratios_of(kind, ratios)
+                weighed += own
+                ratios = _ratios(likeliest(own))
+        return weighed
+
+    def _at_ratios_of(self, kind: NDArray[np.bool_], others: FloatArray) -> list[Weighed]:
+        """One hypothesis for each ratio of the devices `kind`, (n,), beside the ratios of the `others`, (n,)."""
+
+        def at(ratio: float) -> Weighed:
+            return self._at(np.where(kind, ratio, others))
+
+        weighed = [at(ratio) for ratio in SPEED_RATIOS]
+        middle, step = np.log(_ratios(likeliest(weighed))[kind][0]), np.log(SPEED_RATIOS[1] / SPEED_RATIOS[0])
+        found = minimize_scalar(
+            lambda log_ratio: -at(float(np.exp(log_ratio)))[0],
+            bounds=(middle - step, middle + step),
+            method="bounded",
+            options={"maxiter": MOST_RATIOS},
+        )
+        return [*weighed, at(float(np.exp(found.x)))]
+
+    def _drawn(self, ratios: FloatArray, log_posterior: float) -> list[Weighed]:
+        """A chain of `NUM_STEPS` from these ratios, (n,), one of `KEPT_OF` kept.
+
+        Together they are as likely as `log_posterior` says, each as much as any other.
+        """
+        rng = np.random.default_rng(0)  # what is drawn depends on the trials alone
+        kinds, (now, hypothesis), drawn = self._kinds_of_unknown_speed(), self._at(ratios), []
+        for step in range(1, NUM_STEPS + 1) if kinds else (KEPT_OF,):
+            if kinds:
+                tried = self._changed(ratios, kinds, rng)
+                log_tried, other = self._at(tried)
+                if np.log(rng.random()) < log_tried - now:
+                    ratios, now, hypothesis = tried, log_tried, other
+            if step % KEPT_OF == 0:
+                drawn.append(hypothesis)
+        return [(log_posterior - float(np.log(len(drawn))), hypothesis) for hypothesis in drawn]
+
+    @staticmethod
+    def _changed(ratios: FloatArray, kinds: list[NDArray[np.bool_]], rng: np.random.Generator) -> FloatArray:
+        """One kind's ratio changed, or those of two exchanged."""
+        one, other = kinds[rng.integers(len(kinds))], kinds[rng.integers(len(kinds))]
+        if rng.random() < SWAPS and not (one & other).any():
+            return np.where(one, ratios[other][0], np.where(other, ratios[one][0], ratios))
+        return np.where(one, np.exp(rng.normal(0.0, rng.choice(RATIO_STEPS))), 1.0) * ratios
+
+    def _ratios_alone(self) -> list[FloatArray]:
+        """Ratios, (n,), by what each kind took alone: one for each of `FLOORS`; none where not two of them were.
+
+        Of a micro-step alone, t, a part c is constant, so a sample takes ``(t - c) / s``. Nothing tells c: worked,
+        20 ms and 35 ms for 10 samples are a ratio of 1.75 with a c of 0, and of 2.5 with 10 ms. It is 1 for a kind
+        that was not alone.
+        """
+        trials, kinds = self.trials, np.array(self.trials.kinds)
+        alone = np.array([kind_alone(shards, trials.kinds) for shards in trials.shards.tolist()], dtype=float)
+        largest = trials.shards.max(axis=1)
+        times, sizes = np.full((2, trials.num_devices), np.nan)
+        told = set(alone[~np.isnan(alone)].tolist())
+        for kind in told:
+            row = np.where(alone == kind, largest, 0.0).argmax()
+            times[kinds == kind], sizes[kinds == kind] = trials.micro_step_s[row], largest[row]
+        if len(told) < 2:
+            return []
+        samples_s = [(times - part * np.nanmin(times)) / sizes for part in FLOORS]
+        return [np.nan_to_num(seconds / np.nanmin(seconds), nan=1.0) for seconds in samples_s]
+
+    def _with_own_curves(self, start: Hypothesis) -> list[Weighed]:
+        """A curve for each kind of device, through the trials that it was the slowest of; also with tiles.
+
+        Expectation maximisation: which is the slowest is told by the curves so far. A kind that was
+        hardly ever the slowest keeps the curve that it has in `start`.
+        """
+        weighed: list[Weighed] = []
+        hypothesis = start
+        for tile in (*[1] * OWN_CURVES, *tiles(self.trials)):
+            curves = self._own_curves(hypothesis, start.curves, tile)
+            if tile > 1 and all(curve.tile == 1 for curve in curves):
+                continue
+            penalty = OWN_CURVES_PENALTY + (TILE_PENALTY if tile > 1 else 0.0)
+            weighed.append(weigh(self.trials, curves, -penalty))
+            hypothesis = weighed[-1][1] if tile == 1 else hypothesis
+        return weighed
+
+    def _own_curves(self, told: Hypothesis, others: tuple[Curve, ...], tile: int) -> tuple[Curve, ...]:
+        """The curves of each kind where `told` tells which device was the slowest, else those of the `others`."""
+        trials, kinds = self.trials, np.array(self.trials.kinds)
+        which, _ = told.slowest(trials.shards)
+        shares = trials.shards[np.arange(len(which)), which]
+        times = trials.micro_step_s - self._further_devices_s(shares)
+        curves = list(others)
+        for kind in set(kinds.tolist()):
+            own = kinds[which] == kind
+            curve = fit_curve(shares[own], times[own], trials.noise, tile) if len(np.unique(shares[own])) > 1 else None
+            if curve is not None:
+                curves = [curve if kinds[i] == kind else old for i, old in enumerate(curves)]
+        return tuple(curves)
+
+    def _with_work_of_gpu0(self, ratios: FloatArray) -> list[Weighed]:
+        """Where GPU 0 works on every sample of the micro-batch while the others work, beside ratios sought from these.
+
+        Of shares in proportion nothing tells such work from slow devices. Worked: 2 samples on each of 3 others take
+        36 ms where each takes 18 ms, and where GPU 0 takes 6 ms for each of all 6.
+        """
+        weighed = []
+        for part in GPU0_PARTS if self.trials.num_devices > 1 else ():
+            found = self._at(ratios, part)
+            for kind in self._kinds_of_unknown_speed():
+                others = _ratios(found[1])
+                tried = [self._at(np.where(kind, change * others, others), part) for change in RATIO_CHANGES]
+                found = max(tried, key=lambda pair: pair[0])
+            weighed.append(found)
+        return weighed
+
+    def _at(self, ratios: FloatArray, gpu0_part: float = 0.0) -> Weighed:
+        """With a single curve for all, at these ratios, (n,), and so much of `GPU0_PARTS`."""
+        prior = -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum()) - GPU0_PENALTY * (gpu0_part > 0)
+        curves = self._single_curve(ratios, gpu0_part=gpu0_part)
+        return weigh(self.trials, curves, prior, gpu0_per_sample_s=gpu0_part * curves[0].slope_s)
+
+    def _single_curve(self, ratios: FloatArray, tile: int = 1, gpu0_part: float = 0.0) -> tuple[Curve, ...]:
+        """One curve for all devices, through micro-steps at the largest share times its ratio.
+
+        GPU 0's share is larger by `gpu0_part` of the micro-batch.
+        """
+        trials = self.trials
+        # of a single size the curve may take all: what is constant falls out of the comparison
+        scaled = trials.shards * ratios
+        scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
+        shares = scaled.max(axis=1)
+        curve = fit_curve(shares, trials.micro_step_s - self._further_devices_s(shares), trials.noise, tile)
+        assert curve is not None
+        at_ratio = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
+        return tuple(at_ratio[ratio] for ratio in ratios)
+
+    def _further_devices_s(self, shares: FloatArray) -> FloatArray:
+        """(R,) seconds of a micro-step that grow with the number of devices; 0 where trials had as many."""
+        trials, active = self.trials, self.trials.counts.active_devices
+        if len(np.unique(active)) == 1:
+            return np.zeros(len(active))
+        micro_s = trials.micro_step_s
+        matrix = np.column_stack([np.ones_like(shares), shares, active - 1.0]) / micro_s[:, None]
+        _, _, further_s = non_negative(matrix, np.ones_like(shares))
+        return np.asarray(np.minimum(further_s * (active - 1.0), MOST_OVERHEAD * micro_s))
+
+    def _kinds_of_unknown_speed(self) -> list[NDArray[np.bool_]]:
+        """Which devices may differ from the commonest kind, (n,) for each: GPU 0, each size of memory, each other kind.
+
+        Cards of one model have as much memory, so where kinds were not told apart they likely are of one speed.
+        """
+        kinds = np.array(self.trials.kinds)
+        if len(kinds) == 1:
+            return []
+        masks = [np.arange(len(kinds)) == 0]
+        for numbers in (np.array(self.trials.totals), kinds):
+            others = numbers[1:].tolist()
+            masks += [numbers == kind for kind in sorted(set(others), key=lambda kind: -others.count(kind))[1:]]
+        return [mask for place, mask in enumerate(masks) if not any((mask == other).all() for other in masks[:place])]
+
+
+def _ratios(hypothesis: Hypothesis) -> FloatArray:
+    return np.array([curve.ratio for curve in hypothesis.curves])
