@@ -192,14 +192,24 @@ class SearchState:
         what fits lies anywhere below. On GPU 0, which holds outputs of the whole micro-batch, that counts as well, by
         what a sample of each surely takes. Worked: 80 samples ran out of memory. With 76 the distance is
         ``(1 - 76 / 80) / 0.2 = 0.25``. An OOM that the memory model now holds to be certain tells no more than the
-        model does.
+        model does, and it tells nothing of what has no more of anything than one that ran.
         """
         distance = np.ones(len(table))
         for trial in self._surprising_ooms:
             told = (table.steps > 1) >= (trial.split.accumulation_steps > 1)
             near = np.clip((1 - self._part_of_oom(table, trial)) / NEAR, 0.0, 1.0)
             distance = np.where(told, np.minimum(distance, near), distance)
+        if (distance < 1).any():
+            distance[self._no_more_than_ran(table)] = 1.0
         return distance
+
+    def _no_more_than_ran(self, table: SplitTable) -> BoolArray:
+        """(N,) whether one trial that ran had as much of every share at least; to hold gradients takes no less."""
+        no_more = np.zeros(len(table), dtype=bool)
+        for split in (trial.split for trial in self.trials if trial.ran):
+            told = (table.steps > 1) <= (split.accumulation_steps > 1)
+            no_more |= told & (table.shards <= np.array(split.shard_sizes)).all(axis=1)
+        return no_more
 
     @cached_property
     def _surprising_ooms(self) -> list[JudgedTrial]:

@@ -165,6 +165,17 @@ def test_an_oom_that_the_memory_model_holds_certain_tells_no_more() -> None:
     assert distances == pytest.approx([1.0, 0.25])
 
 
+def test_what_has_no_more_than_one_that_ran_is_far_from_any_oom() -> None:
+    """45 samples ran out on GPU 1, and 50 had run there, with 30 on GPU 0: 2 and 38 have less of both; 36 and 44 have
+    more on GPU 0, and a single step is another kind, which holds no gradients."""
+    problem = job([card_memory(is_first=True), card_memory(sample=10, total=10**6)], B=160, shares="each")
+    failed = out_of_memory(1, split(160, 2, 35, 45))
+    wanted = SplitTable(global_batch_size=160, steps=np.array([4.0, 2.0]), shards=np.array([[2.0, 38.0], [36.0, 44.0]]))
+    for ran, expected in ((split(160, 2, 30, 50), [1.0, 1 / 9]), (split(160, 1, 80, 80), [7 / 9, 1 / 9])):
+        state = state_after(problem, [even(160, 80, 2), ran, failed])
+        assert state.distance_to_ooms(wanted) == pytest.approx(expected)
+
+
 def test_where_nobody_names_the_device_that_ran_out_it_had_least_left_and_those_alike_are_near_too() -> None:
     """GPU 1 had least left with 80 samples: 76 on GPUs 0 and 2, which held as much with 20, are as near as on GPU 1."""
     problem = replace(job([card_memory(is_first=True), *[card_memory(sample=10)] * 3], B=160), oom="silent")
