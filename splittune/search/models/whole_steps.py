@@ -59,9 +59,10 @@ class WholeSteps:
 
     A step takes as long as its slowest device, so it tells of one and bounds the others: many ratios explain the same
     trials. The likeliest are sought, and from there Markov chain Monte Carlo draws from the posterior: the Metropolis
-    algorithm passes what the trials make likely as often as they do. Worked: 4 samples on any of six devices took as
-    long, but never 3 on both of two slow ones. That all six are slow explains this as well as that two are, so both are
-    drawn, and splits that would tell them apart are in doubt. The same trials have the same ones drawn.
+    algorithm passes what the trials make likely as often as they do. Worked: whenever one of six devices had 4 samples
+    a step took as long, and no trial gave both of two slow ones 3. That all six are slow explains this as well as that
+    two are, so both are drawn, and splits that would tell them apart are in doubt. The same trials have the same ones
+    drawn.
 
     Beside the drawn there are hypotheses with tiles, with work of GPU 0 on the whole micro-batch, and with a curve for
     each kind.
@@ -116,14 +117,15 @@ class WholeSteps:
 
         Together they are as likely as `log_posterior` says, each as much as any other.
         """
-        rng = np.random.default_rng(0)  # what is drawn depends on the trials alone
         kinds, (now, hypothesis), drawn = self._kinds_of_unknown_speed(), self._at(ratios), []
-        for step in range(1, NUM_STEPS + 1) if kinds else (KEPT_OF,):
-            if kinds:
-                tried = self._changed(ratios, kinds, rng)
-                log_tried, other = self._at(tried)
-                if np.log(rng.random()) < log_tried - now:
-                    ratios, now, hypothesis = tried, log_tried, other
+        if not kinds:
+            return [(log_posterior, hypothesis)]
+        rng = np.random.default_rng(0)  # what is drawn depends on the trials alone
+        for step in range(1, NUM_STEPS + 1):
+            tried = self._changed(ratios, kinds, rng)
+            log_tried, other = self._at(tried)
+            if np.log(rng.random()) < log_tried - now:
+                ratios, now, hypothesis = tried, log_tried, other
             if step % KEPT_OF == 0:
                 drawn.append(hypothesis)
         return [(log_posterior - float(np.log(len(drawn))), hypothesis) for hypothesis in drawn]
