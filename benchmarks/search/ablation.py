@@ -57,7 +57,7 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("waiting for the host", weighing, "HOST_PARTS", ()),
     ("a curve for each kind, without busy times", WholeSteps, "_with_own_curves", lambda *_: []),
     ("GPU 0's own work", BusyTimes, "_gpu0_per_sample_s", lambda _: 0.0),
-    ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, _: [self._at(ratios)]),
+    ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, log: [(log, self._at(ratios)[1])]),
     ("ratios as each kind alone says", WholeSteps, "_ratios_alone", lambda _: []),
     ("GPU 0's own work, without busy times", WholeSteps, "_with_work_of_gpu0", lambda *_: []),
     ("fewer devices may be faster", Hypothesis, "optimistic_step_s", lambda self, *step: self.step_s(*step)),

@@ -13,6 +13,7 @@ from benchmarks.problems.problem import CardTime, Problem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import TimeModel
 from splittune.search.judged_trials import JudgedTrial
+from splittune.search.models.whole_steps import WholeSteps
 from splittune.split import BatchSplit
 from tests.search.problem import card_memory, even, job, rows, split, trials
 
@@ -206,8 +207,9 @@ def test_without_busy_times_what_cards_take_that_nothing_told_apart_is_within_it
     model = TimeModel(trials(problem, tried), kinds=range(5))
     wanted = [split(B, 2, 9, 9, 9, 3, 2), even(B, 2, 5)]
     off = np.log(predicted(model, *wanted) / truth(problem, *wanted))
-    assert (np.abs(off) < doubts(model, *wanted)).all()
-    assert np.abs(off).max() < 0.15
+    deviation = doubts(model, *wanted)
+    assert (np.abs(off) < deviation).all()
+    assert deviation.max() < 0.5
 
 
 def test_without_busy_times_tiles_are_found() -> None:
@@ -378,9 +380,10 @@ def test_without_busy_times_unlike_kinds_of_as_much_memory_are_in_doubt() -> Non
     assert unlike > 1.3 * alike
 
 
-def test_without_busy_times_two_slow_cards_may_explain_what_all_took() -> None:
-    """Of six cards 1 and 5 take 25 % longer, and always one of them had the 4 samples: that all are slow explains it as
-    well. What takes the two slow ones out, 25 % faster, must be within two deviations; alike cards would be in none."""
+def test_without_busy_times_two_slow_cards_may_explain_what_all_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six cards 1 and 5 take 25 % longer, and one of them always had the 4 samples: that all are slow explains it as
+    well. By the likeliest alone what gives both 3 is more than two deviations faster than predicted; by what is drawn
+    it is less so."""
     slow, fast = CardTime(launch_s=0.0, sample_s=0.25), CardTime(launch_s=0.0, sample_s=0.20)
     problem = job(6, B=63, times=[fast, slow, fast, fast, fast, slow], shares="each", tells_busy=False)
     tried = [
@@ -391,11 +394,16 @@ def test_without_busy_times_two_slow_cards_may_explain_what_all_took() -> None:
         split(63, 3, 4, 4, 3, 3, 4, 3),
         split(63, 3, 4, 3, 4, 3, 3, 4),
     ]
-    model = TimeModel(trials(problem, tried), kinds=range(6))
     wanted = split(63, 3, 3, 3, 4, 4, 4, 3)
-    off = np.log(predicted(model, wanted) / truth(problem, wanted))[0]
-    assert off > 0.05
-    assert doubts(model, wanted)[0] > off / 2
+
+    def beyond_two_deviations() -> float:
+        model = TimeModel(trials(problem, tried), kinds=range(6))
+        off = float(np.log(predicted(model, wanted) / truth(problem, wanted))[0])
+        return off - 2 * float(doubts(model, wanted)[0])
+
+    drawn = beyond_two_deviations()
+    monkeypatch.setattr(WholeSteps, "_drawn", lambda self, ratios, log: [(log, self._at(ratios)[1])])
+    assert 0 < beyond_two_deviations() > drawn + 0.02
 
 
 def test_many_kinds_of_cards_that_nothing_tells_apart_are_all_believed() -> None:
