@@ -77,7 +77,7 @@ class Envelope:
         jumps = _over_jumps(at_most, at_least)
         chords, ends = _chords(at_most, at_least, np.zeros_like(jumps))
         if len(ends):
-            # a line that rises so steeply began no higher
+            # a line that rises so steeply began no higher, over a jump either
             begins = at_least.num_bytes[ends] - _times(at_least.sizes[ends], chords.sizes) * chords.num_bytes
             rest = max(min(rest, float(begins.min())), 0.0)
         if jumps.any():
@@ -111,7 +111,7 @@ class Envelope:
         return np.asarray(self.rest + (rows @ self.corners.T).max(axis=1))
 
     def sure(self, sizes: FloatArray) -> FloatArray:
-        """(N,) the least of what grows, beside what rests, for `sizes` (N, 2)."""
+        """(N,) the least of what grows, beside what rests, for `sizes` (N, 2); no more than `most`."""
         return np.asarray(np.minimum(self.rest + sizes @ self.least_slopes, self.most(sizes)))
 
     def least(self, sizes: FloatArray) -> FloatArray:

@@ -63,14 +63,12 @@ class WholeSteps:
     a step took as long, and no trial gave both of two slow ones 3. That all six are slow explains this as well as that
     two are, so both are drawn, and splits that would tell them apart are in doubt. The same trials have the same ones
     drawn.
-
-    Beside the drawn there are hypotheses with tiles, with work of GPU 0 on the whole micro-batch, and with a curve for
-    each kind.
     """
 
     trials: StepTrials
 
     def hypotheses(self) -> list[Weighed]:
+        """The drawn, and beside them those with tiles, with work of GPU 0, and with a curve for each kind."""
         tried = self._sought()
         start = likeliest(tried)
         weighed = self._drawn(_ratios(start), float(np.logaddexp.reduce([log for log, _ in tried])))

@@ -66,6 +66,14 @@ def test_where_a_peak_jumped_the_rise_over_it_is_no_slope() -> None:
     assert envelope.most(sizes((5, 0))) == pytest.approx(40)
 
 
+def test_a_jump_that_nothing_contradicts_yet_makes_nothing_sure_beyond_the_most() -> None:
+    """From 6 with 1 sample to 20 with 3 a sample took 7, and the first no more than 6."""
+    points = at((1, 0, 6), (3, 0, 20))
+    envelope = Envelope.through(points, points, rest=2.0)
+    assert envelope.slopes[0] == pytest.approx(7)
+    assert envelope.sure(sizes((1, 0))) == envelope.most(sizes((1, 0))) == pytest.approx(6)
+
+
 def test_no_chord_over_a_jump_goes_on() -> None:
     """3 with 1, 6 with 3 and 8 with 5: 1.5 a sample from 1 to 3 did not go on, so 7 take 10 at least, not 11.2."""
     points = at((1, 0, 3), (3, 0, 6), (5, 0, 8))
