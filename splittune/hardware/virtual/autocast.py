@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from splittune.hardware.virtual.kernels import TemporaryKernels
 
 _HALF = (torch.float16, torch.bfloat16)
 _HAS_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -85,8 +85,7 @@ _IN_WIDEST = [
 ]
 
 
-@contextmanager
-def cuda_autocast() -> Iterator[None]:
+def cuda_autocast() -> TemporaryKernels:
     """Have ``torch.autocast("cpu")`` cast what ``torch.autocast("cuda")`` casts; may be nested.
 
     The CPU's leaves normalisations, softmax and powers in half precision; CUDA's takes them to float32, which changes
@@ -95,38 +94,7 @@ def cuda_autocast() -> Iterator[None]:
 
     The CPU's alone casts padding, three-dimensional pooling and linear algebra; these stay as they are.
     """
-    _KERNELS.enter()
-    try:
-        yield
-    finally:
-        _KERNELS.leave()
-
-
-class _Kernels:
-    """The kernels as torch has them, for the whole process: there from the first use to the end of the last."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_uses = 0
-        self._library: torch.library.Library | None = None
-
-    def enter(self) -> None:
-        with self._lock:
-            self._num_uses += 1
-            if self._library is None:
-                self._library = _register()
-
-    def leave(self) -> None:
-        with self._lock:
-            self._num_uses -= 1
-            if not self._num_uses and self._library is not None:
-                # Without this the kernels would stay until the garbage is collected. Private;
-                # tests/hardware/virtual/test_autocast.py fails loudly should it change.
-                self._library._destroy()
-                self._library = None
-
-
-_KERNELS = _Kernels()
+    return _KERNELS
 
 
 def _register() -> torch.library.Library:
@@ -147,6 +115,9 @@ def _register() -> torch.library.Library:
         # on CUDA no cast of its own: those of log_softmax and nll_loss, of which it consists
         library.impl("cross_entropy_loss", torch.ops.aten.cross_entropy_loss.default.decompose)
     return library
+
+
+_KERNELS = TemporaryKernels(_register)
 
 
 def _is_cast_on_cuda(name: str) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 from splittune.errors import DeviceError
 from splittune.hardware.autograd import finish_backward
 from splittune.hardware.base import Device, DeviceConditions, DeviceMemory
+from splittune.hardware.virtual.attention import fused_attention
 from splittune.hardware.virtual.autocast import cuda_autocast
 from splittune.hardware.virtual.catalog import GPUS, GpuModel
 from splittune.hardware.virtual.ledger import Ledger
@@ -139,7 +140,7 @@ class VirtualHardware:
             return
         self._ledger = self._make_ledger()
         try:
-            with self._ledger, as_written(), cuda_autocast():
+            with self._ledger, as_written(), cuda_autocast(), fused_attention():
                 for ref in self._wrapped:
                     wrapper = ref()
                     if wrapper is not None:

@@ -16,14 +16,16 @@ from splittune.hardware.virtual.efficiency import EFFICIENCIES, KERNEL_S, Kind
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-# The CPU's own attention kernels: same leading arguments, and the same count, as the CUDA ones they
-# stand for.
+# The CPU's own attention kernels, and those that know dropout (`attention.py`): same leading arguments, and the same
+# count, as the CUDA ones they stand for.
 _SAME_FLOPS_AS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (_aten._scaled_dot_product_flash_attention, 3),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
         _aten._scaled_dot_product_flash_attention_backward,
         4,
     ),
+    "splittune::attention_with_dropout": (_aten._scaled_dot_product_flash_attention, 3),
+    "splittune::attention_with_dropout_backward": (_aten._scaled_dot_product_flash_attention_backward, 4),
 }
 
 # By a part of the operator's name, the first that matches; what none matches is elementwise, or a reduction where it
