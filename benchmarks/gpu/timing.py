@@ -18,8 +18,8 @@ from splittune.profiling.measurement import Outcome
 NUM_STEPS = 5
 # Kernels do not follow one another without a gap, and the events stand around the gaps.
 BUSY_LOW, BUSY_HIGH = -0.05, 0.25
-# A search for kernels takes many times a step; what is timed may vary by this much.
-SLOWEST_OVER_MEDIAN = 1.25
+# On an H100 (torch 2.11) a search took 39 and 68 times a step, and once the host was late for one: 3 times the median.
+SLOWEST_OVER_MEDIAN = 10.0
 
 
 def run(stage: Stage, findings: Findings) -> None:

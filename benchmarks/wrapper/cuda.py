@@ -2,11 +2,11 @@
 
     python -m benchmarks.wrapper.cuda [--out benchmarks/results]
 
-Prints, for each engine, the largest relative difference of the gradients from one device's, and the
-median host time of a micro-step (the host's, since the card runs the three replicas one after
-another). Writes ``wrapper_cuda.csv`` with the card, its driver and the versions. ``--device cpu``
-runs the same script without a card, to see that it works: its times say nothing, and nothing is
-written.
+Prints, for each engine, the largest relative difference of the gradients from one device's, in
+float32 and where convolutions may round to TF32, as torch lets them by default, and the median host
+time of a micro-step (the host's, since the card runs the three replicas one after another). Writes
+``wrapper_cuda.csv`` with the card, its driver and the versions. ``--device cpu`` runs the same
+script without a card, to see that it works: its times say nothing, and nothing is written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,23 +51,46 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def compare(make: Callable[[], nn.Module], module: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-    """Error against one device, and host time. BatchNorm is in eval mode: its statistics depend on the shards."""
+    """Errors against one device, and host time. BatchNorm is in eval mode: its statistics depend on the shards."""
     module.eval()
+    wrapped = make()
+    with cudnn_rounding(to_tf32=False):
+        exact = error_of(wrapped, module, inputs, targets)
+    with cudnn_rounding(to_tf32=True):
+        rounded = error_of(wrapped, module, inputs, targets)
+        times_s: list[float] = []
+        for _ in range(NUM_STEPS):
+            module.zero_grad()
+            step(wrapped, inputs, targets, times_s)
+    return {
+        "largest_relative_error": exact,
+        "largest_relative_error_tf32": rounded,
+        "host_time_per_micro_step_ms": median(times_s) * 1e3,
+    }
+
+
+def error_of(wrapped: nn.Module, module: nn.Module, inputs: Tensor, targets: Tensor) -> float:
+    """The largest relative difference of a parameter's gradient through the wrapper from the module's own."""
     module.zero_grad()
     step(module, inputs, targets)
     expected = gradients(module)
     module.zero_grad()
-    wrapped = make()
     step(wrapped, inputs, targets)
-    error = max(
+    return max(
         float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12))
         for ours, theirs in zip(gradients(module), expected, strict=True)
     )
-    times_s: list[float] = []
-    for _ in range(NUM_STEPS):
-        module.zero_grad()
-        step(wrapped, inputs, targets, times_s)
-    return {"largest_relative_error": error, "host_time_per_micro_step_ms": median(times_s) * 1e3}
+
+
+@contextmanager
+def cudnn_rounding(*, to_tf32: bool) -> Iterator[None]:
+    """Whether convolutions may round to TF32: ten bits, and by kernels that differ with the size of a shard."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = to_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -104,7 +128,8 @@ def measure(device: torch.device) -> Iterator[dict[str, Any]]:
                 print(f"{name}  {engine}: {error}")
                 continue
             print(
-                f"{name}  {engine:<16} largest relative error {row['largest_relative_error']:.1e}  "
+                f"{name}  {engine:<16} largest relative error {row['largest_relative_error']:.1e} "
+                f"({row['largest_relative_error_tf32']:.1e} with TF32)  "
                 f"host {row['host_time_per_micro_step_ms']:8.2f} ms a micro-step"
             )
             yield {"workload": name, "engine": engine, "accumulation_steps": ACCUMULATION_STEPS, **row}

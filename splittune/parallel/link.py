@@ -168,7 +168,12 @@ class TorchLink:
         return stack
 
     def replica(self, position: int, num_replicas: int) -> AbstractContextManager[Any]:
-        return self.on(self.devices[position])
+        place = self.devices[position]
+        if place in self._streams:
+            # cuBLAS warns of a thread that has no CUDA context yet, and in one whose first operation is a product torch
+            # has made none: any call of CUDA's runtime does.
+            self._streams[place].query()
+        return self.on(place)
 
     def _stream(self, place: torch.device) -> Any:
         """The stream on which the caller's work on that card is queued."""
