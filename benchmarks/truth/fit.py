@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from splittune.hardware.virtual.catalog import find_gpu
-from splittune.hardware.virtual.efficiency import Efficiency, Kind
+from splittune.hardware.virtual.efficiency import EFFICIENCIES, Efficiency, Kind
 from splittune.hardware.virtual.roofline import Work
 
 _GPU = find_gpu("RTX3090")
@@ -19,6 +19,8 @@ _PRODUCTS: tuple[Kind, ...] = ("product", "batched product")
 _CONVOLUTIONS: tuple[Kind, ...] = ("convolution", "grouped convolution")
 # Not among the measured: no fused attention then, and SGD went parameter by parameter.
 _UNMEASURED: dict[Kind, Kind] = {"attention": "batched product", "update": "elementwise"}
+# Measured elsewhere: on an H100.
+_NOT_FITTED: tuple[Kind, ...] = ("batch norm without cuDNN",)
 # An error of a twentieth counts less than its square, and larger ones less and less: what is measured of a few models
 # cannot be had from shapes.
 _SCALE = 0.05
@@ -42,7 +44,7 @@ def parameters() -> list[Parameter]:
     """
     found = [Parameter(None, "kernel_s", 4e-6, 0.5, 1e-6)]
     for kind in get_args(Kind):
-        if kind in _UNMEASURED:
+        if kind in _UNMEASURED or kind in _NOT_FITTED:
             continue
         start, spread = {"copy": (1.18, 0.15), "elementwise": (1.15, 0.1)}.get(kind, (1.4, 0.3))
         found.append(Parameter(kind, "per_byte", start, spread, 1.05))
@@ -149,6 +151,9 @@ class Model:
         values = {key: float(f"{np.exp(logs[place]):.3g}") for key, place in self._at.items()}
         table: dict[Kind, Efficiency] = {}
         for kind in get_args(Kind):
+            if kind in _NOT_FITTED:
+                table[kind] = EFFICIENCIES[kind]
+                continue
             source = _UNMEASURED.get(kind, kind)
             fields = {field: value for (other, field), value in values.items() if other == source}
             table[kind] = Efficiency(**fields, overlaps=source in _PRODUCTS)

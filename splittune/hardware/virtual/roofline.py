@@ -128,6 +128,8 @@ def work_of(
     kind, depth, num_columns = operator.kind, 0, 0
     if num_flops:
         kind, depth, num_columns = _product_of(operator.kind, func, args)
+    elif kind == "batch norm" and _is_without_cudnn(inputs):
+        kind = "batch norm without cuDNN"
     elif kind == "elementwise" and 2 * _most(written) <= _most(read):
         kind = "reduction"
     elif kind in ("elementwise", "copy") and _is_transposition((*read, *written)):
@@ -199,6 +201,12 @@ def _extent(tensor: Tensor) -> int:
         return tensor.nbytes
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size()
+
+
+def _is_without_cudnn(tensors: Iterable[Tensor]) -> bool:
+    """Whether what is normalised is in bfloat16, with a channel's positions side by side: NHWC has other kernels."""
+    largest = max(tensors, key=Tensor.numel)
+    return largest.dtype == torch.bfloat16 and largest.is_contiguous()
 
 
 def _is_transposition(tensors: Iterable[Tensor]) -> bool:
