@@ -238,12 +238,14 @@ class MemoryModel:
         least, most = saved_slopes(readings, [device for group in groups for device in group])
         least_slope, most_slope = least.share, MOST_AT_PEAK * most.share
         for group in [*groups, (0,)]:
+            most_rest = np.inf
             for accumulates in sorted((True, False), key=lambda kind: not readings.knows(group, kind)):
                 bounds = (
                     Slopes(least_slope, least.micro_batch),
                     Slopes(most_slope, MOST_AT_PEAK * most.micro_batch),
                 )
-                envelope = self._fit_group(group, accumulates, bounds)
+                envelope = self._fit_group(group, accumulates, bounds, most_rest)
+                most_rest = envelope.rest
                 self._envelopes |= {(device, accumulates): envelope for device in group}
                 own_least, own_most = envelope.slopes
                 most_slope = min(most_slope, own_most * (1 + SLOPE_TOLERANCE))
@@ -257,8 +259,13 @@ class MemoryModel:
                 self._envelopes.setdefault((device, accumulates), self._envelopes[likest, accumulates])
         self._least_parts = {(i, kind): self._least_part(i, kind) for i in range(self._n) for kind in (False, True)}
 
-    def _fit_group(self, devices: tuple[int, ...], accumulates: bool, slopes: tuple[Slopes, Slopes]) -> Envelope:
-        """What is known of devices that hold as much, in steps of one kind; `slopes` are the least and the most."""
+    def _fit_group(
+        self, devices: tuple[int, ...], accumulates: bool, slopes: tuple[Slopes, Slopes], most_rest: float
+    ) -> Envelope:
+        """What is known of devices that hold as much, in steps of one kind; `slopes` are the least and the most.
+
+        Where no trial tells what rests, it is taken to be no more than `most_rest`, in bytes.
+        """
         at_most, at_least, rest = self._readings.points(devices, accumulates)
         for device in devices:
             full = self.budget_bytes[[device]]
@@ -268,7 +275,7 @@ class MemoryModel:
         least, most = slopes
         if rest is None:
             # parameters rest, and gradients come on top, as large
-            rest = RESTING_FRACTION * smallest
+            rest = min(RESTING_FRACTION * smallest, most_rest)
         elif rest:
             # parameters rest, and gradients are as large: before a sample is, no more than these are held beside
             without_samples = rest * (2 if accumulates else 3)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.problems.problem import Problem
+from benchmarks.search.problem import without_optional_readings
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import MemoryModel
 from splittune.search.judged_trials import JudgedTrial
@@ -234,6 +235,18 @@ def test_a_single_step_is_learned_from_the_peak_of_a_single_micro_batch() -> Non
         assert (told.most >= truth).all()
         most.append(float(told.most[0, 1]) / MIB)
     assert most == pytest.approx([410, 810], rel=0.02)
+
+
+def test_a_single_step_rests_on_no_more_than_those_that_accumulate() -> None:
+    """No trial told what rests, or ran with a single step. That half of the smallest peak rests is belied by the second
+    size: a sample takes nearly all of it, in a single step as well."""
+    problem = job([card_memory(parameters=10.0, sample=2000.0, is_first=i == 0) for i in range(2)], B=B)
+    tried = [
+        JudgedTrial.of(without_optional_readings(problem.measure(one)), 0) for one in (even(B, 16, 2), even(B, 8, 2))
+    ]
+    wanted = [even(B, 4, 2), even(B, 1, 2), split(B, 1, 8, 56)]
+    told = interval(MemoryModel(tried, 2), *wanted)
+    assert (told.foretold > 0.99 * truth_of(problem, wanted)).all()
 
 
 def test_running_out_of_memory_raises_the_least_to_what_was_there() -> None:
