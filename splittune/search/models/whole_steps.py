@@ -84,7 +84,7 @@ class WholeSteps:
         From equal ones, and where there are several kinds once more, from the likeliest so far or those that each kind
         alone tells.
         """
-        equal, kinds = np.ones(self.trials.num_devices), self._kinds_of_unknown_speed()
+        equal, kinds = np.ones(self.trials.num_devices), self._kinds_and_the_rest()
         weighed = [self._at(ratios) for ratios in (equal, *self._ratios_alone())]
         for again in (False, True)[: len(kinds)]:
             ratios = _ratios(likeliest(weighed)) if again else equal
@@ -115,7 +115,7 @@ class WholeSteps:
 
         Together they are as likely as `log_posterior` says, each as much as any other.
         """
-        kinds, (now, hypothesis), drawn = self._kinds_of_unknown_speed(), self._at(ratios), []
+        kinds, (now, hypothesis), drawn = self._kinds_and_the_rest(), self._at(ratios), []
         if not kinds:
             return [(log_posterior, hypothesis)]
         rng = np.random.default_rng(0)  # what is drawn depends on the trials alone
@@ -233,6 +233,15 @@ class WholeSteps:
         matrix = np.column_stack([np.ones_like(shares), shares, active - 1.0]) / micro_s[:, None]
         _, _, further_s = non_negative(matrix, np.ones_like(shares))
         return np.asarray(np.minimum(further_s * (active - 1.0), MOST_OVERHEAD * micro_s))
+
+    def _kinds_and_the_rest(self) -> list[NDArray[np.bool_]]:
+        """Those of `_kinds_of_unknown_speed`, and where there are several the devices of none of them.
+
+        Worked: that the commonest kind is fast is one change of its ratio, and of all others' that they are slow.
+        """
+        kinds = self._kinds_of_unknown_speed()
+        rest = ~np.any(kinds, axis=0) if len(kinds) > 1 else np.zeros(self.trials.num_devices, dtype=bool)
+        return [*kinds, rest] if rest.any() else kinds
 
     def _kinds_of_unknown_speed(self) -> list[NDArray[np.bool_]]:
         """Which devices may differ from the commonest kind, (n,) for each: GPU 0, each size of memory, each other kind.

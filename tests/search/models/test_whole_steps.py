@@ -49,6 +49,17 @@ def test_without_busy_times_cards_of_gpu0s_memory_may_share_its_speed() -> None:
     assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
 
 
+def test_without_busy_times_one_fast_kind_among_slow_ones_is_one_change() -> None:
+    """Of three kinds the one that the others' ratios are relative to is the fast one: from equal ratios no change of a
+    single other makes the trials likelier, so the chain would stay there."""
+    times = [CardTime(launch_s=0.0, sample_s=0.002 * ratio) for ratio in (2.4, 1, 2.4)]
+    memories = [card_memory(is_first=i == 0, total=(i + 1) * 10**6) for i in range(3)]
+    problem = job(memories, B=18, times=times, shares="each", tells_busy=False)
+    tried = [even(18, 3, 3), even(18, 2, 3), split(18, 2, 4, 3, 2), split(18, 2, 2, 4, 3), split(18, 2, 3, 4, 2)]
+    wanted = [split(18, 2, 2, 5, 2), split(18, 1, 4, 10, 4)]
+    assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.25)
+
+
 def test_without_busy_times_what_each_kind_took_alone_tells_their_speeds() -> None:
     """Five kinds with a sixth to the whole of one's speed: found one after the other, from equal ones, they would end
     40 % off; what each took alone, less what is constant, begins near them."""
