@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
@@ -170,14 +171,27 @@ class TorchLink:
     def replica(self, position: int, num_replicas: int) -> AbstractContextManager[Any]:
         place = self.devices[position]
         if place in self._streams:
-            # cuBLAS warns of a thread that has no CUDA context yet, and in one whose first operation is a product torch
-            # has made none: any call of CUDA's runtime does.
-            self._streams[place].query()
+            _make_context(place, self._streams[place])
         return self.on(place)
 
     def _stream(self, place: torch.device) -> Any:
         """The stream on which the caller's work on that card is queued."""
         return self._streams.get(place) or module_of(place).current_stream(place)
+
+
+_OWN = threading.local()
+
+
+def _make_context(place: torch.device, stream: Any) -> None:
+    """Give the calling thread a context of that card, the first time.
+
+    cuBLAS warns of a thread that has none, and in one whose first operation is a product torch has made none: any call
+    of CUDA's runtime does. Once only, for a graph that is being captured allows no such call.
+    """
+    known = _OWN.__dict__.setdefault("places", set())
+    if place not in known:
+        stream.query()
+        known.add(place)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from splittune.parallel import Link, TorchLink
-from splittune.parallel.link import buckets_of, flatten, strides_as, unflatten
+from splittune.parallel.link import _make_context, buckets_of, flatten, strides_as, unflatten
 from splittune.parallel.transfer import broadcast, copy_to_each, gather, send
 from tests.parallel.models import CPU, ThreadedLink
 
@@ -260,3 +261,25 @@ def test_sparse_and_dense_gradients_of_one_tensor_add_up() -> None:
 def test_broadcasting_nothing_gives_nothing() -> None:
     """A module without parameters has replicas without parameters."""
     assert broadcast([], Recorded(), [1, 2]) == [[], []]
+
+
+def test_each_thread_is_given_a_context_of_each_card_once() -> None:
+    """A card's runtime is called before a thread's first replica there, and not again: a graph may be captured then."""
+    asked: list[tuple[str, int]] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def query(self) -> None:
+            asked.append((self.name, threading.get_ident()))
+
+    def replicas() -> None:
+        for name in ("cuda:0", "cuda:1", "cuda:0"):
+            _make_context(torch.device(name), Stream(name))
+
+    threads = [threading.Thread(target=replicas) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert [name for name, _ in asked] == ["cuda:0", "cuda:1"] * 2
