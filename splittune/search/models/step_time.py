@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from splittune.search.arrays import FloatArray
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
-from splittune.search.models.curves import Curve
+from splittune.search.models.curves import DOUBT_OF_ONE_SHARE, Curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis, StepCounts
 from splittune.search.models.hypothesis_fit import fit_hypotheses
@@ -171,11 +171,18 @@ class TimeModel:
         largest share s and what its kind takes: half of ``log(t(x) / t(s))`` either way. Worked: a kind
         takes 2 ms for 1 to 2 samples, and 8 ms for 13; a device that had 2 takes 4 ms for 13, by a factor
         of 2 more or less. Without busy times every share that a device had counts as its own.
+
+        Nothing tells the speed of a device that had none, where no other with as much memory had any either: its single
+        sample is in as much doubt as another share of a device that had only one.
         """
-        worked = self._trials.busy_s > 0 if self.tells_busy else True
-        own = np.maximum(np.where(worked, self._trials.shards, 0.0).max(axis=0), 1.0)
+        worked, totals = self._trials.busy_s > 0 if self.tells_busy else True, np.array(self._trials.totals)
+        largest = np.where(worked, self._trials.shards, 0.0).max(axis=0)
+        known, own = np.isin(totals, totals[largest > 0]) | (not self.tells_busy), np.maximum(largest, 1.0)
         doubt = np.zeros(len(shards))
         for device, curve in enumerate(hypothesis.curves):
+            if not known[device]:
+                doubt[which == device] = DOUBT_OF_ONE_SHARE
+                continue
             least_s, own_s = curve(np.array([1.0, own[device]]))
             rows = (which == device) & (shards[:, device] > own[device])
             if rows.any() and own_s < (1 + LEAST_GROWTH) * least_s:
