@@ -130,7 +130,8 @@ class VirtualHardware:
         Clocks start at 0, and only what models wrapped here hold is there at first.
 
         Compiled modules run as they were written: the ledger sees every operation, and what the compiler would have
-        saved is not modelled. Autocast casts what it casts on CUDA (`cuda_autocast`).
+        saved is not modelled. Autocast casts what it casts on CUDA (`cuda_autocast`), and attention with dropout is one
+        operation as there (`fused_attention`).
 
         Raises:
             torch.OutOfMemoryError: those models alone exceed GPU 0.
