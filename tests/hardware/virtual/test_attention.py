@@ -89,7 +89,6 @@ def test_one_operation_each_way(dtype: torch.dtype) -> None:
     assert all(each.grad is not None and each.grad.shape == each.shape for each in fakes)
 
 
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 def test_the_operations_are_what_their_shapes_say() -> None:
     """torch's own check of an operator: nothing is changed, and the fakes are as the tensors."""
     query, key, value = (each.detach() for each in qkv())
