@@ -28,19 +28,21 @@ SLOPE_TOLERANCE = 0.02
 # What is foretold is that much above what peaks most likely are: limits within it are partly kept. It is what readings
 # and the line through them may be off, `REPEATABILITY` each.
 SLACK = 2 * REPEATABILITY
-# Before a prediction was tested, growth that no trial has shown counts this much more. A choice: what
-# algorithms take besides tensors is seen when they run. Larger: more trials on the way to large sizes.
-FIRST_MARGIN = 0.25
 # A prediction that a trial exceeded raises later ones by this many times the error. A choice above 1:
 # what was once too low may be so by more at larger sizes.
 WIDENING = 1.5
 # A trial that ran out of memory raises the margin by no less than this. A choice.
 LEAST_WIDENING = 0.2
-# The margin is no more than this. A choice: growth that no trial has shown is at most twice what is
-# foretold, unless a device ran out of memory. Larger, and one surprise ends a search for larger sizes.
+# The margin is no more than this, and no less before a prediction was tested. A choice: growth that no trial has
+# shown is at most twice what is foretold, unless a device ran out of memory. Larger, and one surprise ends a search for
+# larger sizes; smaller, and more second trials run out of memory: algorithms take more than tensors do, which is seen
+# when they run.
 MOST_MARGIN = 1.0
-# A trial tells something of the model if it was held to exceed the largest peak by this part; no less
-# than this part is taken for unseen. A choice. Larger, and the margin settles later.
+# A prediction that came true divides the margin by this. A choice: of 4 and 8 the one with which the fewest searches
+# ended far behind. Smaller: more trials on the way to large sizes.
+FADING = 8
+# A trial tests the model if a peak exceeds the largest so far by this part; no less than this part is taken for unseen.
+# A choice. Larger, and the margin settles later.
 REACH = 0.03
 # Peaks exceed what is foretold without a margin so often at first, as if that were one in so many trials. A
 # choice. More often, and fewer risks are taken; more trials, and what happens changes it less.
@@ -120,7 +122,7 @@ class MemoryModel:
     def __init__(self, trials: Sequence[JudgedTrial], num_devices: int) -> None:
         self._n = num_devices
         self._readings = MemoryReadings(num_devices)
-        self.margin = FIRST_MARGIN
+        self.margin = MOST_MARGIN
         """How many times the growth that no trial has shown is added to `Interval.most`."""
         self._hands_back = True
         """Whether no device has run out of memory that its allocator was to have handed back: in pieces it cannot."""
@@ -323,8 +325,8 @@ class MemoryModel:
             self.margin = max(min(self.margin + LEAST_WIDENING, MOST_MARGIN), WIDENING * enough)
         elif self.errors[-1] > REPEATABILITY:
             self.margin = max(self.margin, min(WIDENING * enough, MOST_MARGIN))
-        elif self._goes_beyond(told.least[0]):
-            self.margin = max(self.margin / 2, min(self.margin, WIDENING * enough))
+        elif self._is_larger(held):
+            self.margin = max(self.margin / FADING, min(self.margin, WIDENING * enough))
 
     def _margin_enough_for(self, held: FloatArray, split: BatchSplit, *, has_run: bool) -> float:
         """The margin with which no device would have exceeded its prediction by what it `held`, (n,)."""
@@ -335,7 +337,7 @@ class MemoryModel:
             enough.append((held[device] - (told if has_run else after_flush)[0]) / unseen[0])
         return float(np.max(enough))
 
-    def _goes_beyond(self, least: FloatArray) -> bool:
-        """Whether a prediction was beyond what had been measured, so that it tells something."""
-        measured = np.array([[m.peak_reserved_bytes for m in run.memory] for run in self._readings.runs]).max(axis=0)
-        return bool((least > (1 + REACH) * measured).any())
+    def _is_larger(self, held: FloatArray) -> bool:
+        """Whether a device held more than in any trial before, (n,), so that what was foretold of it was tested."""
+        before = np.array([[m.peak_reserved_bytes for m in run.memory] for run in self._readings.runs]).max(axis=0)
+        return bool((held > (1 + REACH) * before).any())

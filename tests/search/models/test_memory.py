@@ -13,7 +13,7 @@ from benchmarks.search.problem import without_optional_readings
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import MemoryModel
 from splittune.search.judged_trials import JudgedTrial
-from splittune.search.models.memory import FIRST_MARGIN, LEAST_WIDENING, MOST_MARGIN, Interval
+from splittune.search.models.memory import FADING, LEAST_WIDENING, MOST_MARGIN, Interval
 from splittune.search.models.memory_readings import REPEATABILITY
 from splittune.split import BatchSplit
 from tests.search.problem import MIB, card_memory, even, job, rows, split, trial, trials
@@ -97,7 +97,7 @@ def test_the_interval_holds_the_truth_after_any_ascending_trials(data: st.DataOb
         assert (told.most >= truth * (1 - REPEATABILITY) - MIB).all()
         assert (told.least <= told.most + 1).all()
     assert max(model.errors, default=0) <= REPEATABILITY
-    assert model.margin <= FIRST_MARGIN
+    assert model.margin <= MOST_MARGIN
     assert model.warnings() == ()
 
 
@@ -138,8 +138,19 @@ def test_one_trial_bounds_by_proportion_of_what_is_above_rest() -> None:
     model = MemoryModel([trial(problem, even(B, 16, 2))], 2)
     told = interval(model, even(B, 4, 2), even(B, 16, 2))
     assert told.foretold[0, 1] / MIB == pytest.approx(200 + 4 * 810, rel=0.005)
-    assert told.most[0, 1] / MIB == pytest.approx(200 + 4 * 810 + FIRST_MARGIN * 3 * 810, rel=0.005)
+    assert told.most[0, 1] / MIB == pytest.approx(200 + 4 * 810 + MOST_MARGIN * 3 * 810, rel=0.005)
     assert told.foretold[1, 1] / MIB == pytest.approx(1010, rel=0.005)
+
+
+def test_predictions_that_came_true_take_the_margin_away() -> None:
+    """Of growth that no trial has shown as much again is held possible at first, then an eighth, then a 64th."""
+    problem = job([card_memory(is_first=True), card_memory()], B=B)
+    model = MemoryModel((), 2)
+    margins = []
+    for one in trials(problem, [even(B, k, 2) for k in (32, 8, 2)]):
+        model.observe([one])
+        margins.append(model.margin)
+    assert margins == [MOST_MARGIN, MOST_MARGIN / FADING, MOST_MARGIN / FADING**2]
 
 
 def test_a_workspace_larger_than_the_model_is_found_out_by_a_second_size() -> None:
@@ -228,13 +239,13 @@ def test_a_single_step_is_learned_from_the_peak_of_a_single_micro_batch() -> Non
     silent = [replace(reading, single_step_peak_bytes=None) for reading in ran.measurement.memory]
     untold = JudgedTrial(measurement=replace(ran.measurement, memory=tuple(silent)))
     one_step = split(B, 1, 63, 1)
-    truth, most = truth_of(problem, [one_step]), []
+    truth, foretold = truth_of(problem, [one_step]), []
     for one in (ran, untold):
         told = interval(MemoryModel([one], 2), one_step)
         assert (told.least <= truth).all()
         assert (told.most >= truth).all()
-        most.append(float(told.most[0, 1]) / MIB)
-    assert most == pytest.approx([410, 810], rel=0.02)
+        foretold.append(float(told.foretold[0, 1]) / MIB)
+    assert foretold == pytest.approx([410, 810], rel=0.02)
 
 
 def test_a_single_step_rests_on_no_more_than_those_that_accumulate() -> None:
@@ -281,6 +292,7 @@ def test_an_exceeded_prediction_widens_the_margin_and_is_told() -> None:
     """
     story = Steepening()
     assert max(story.model.errors) <= REPEATABILITY
+    assert story.model.margin < MOST_MARGIN
     predicted = interval(story.model, even(B, 2, 2)).most[0, 1]
     exceeding = trial(story.after, even(B, 2, 2))
     story.model.observe([exceeding])
@@ -313,7 +325,7 @@ def test_the_margin_is_put_on_what_no_trial_has_shown() -> None:
 def test_an_allocator_that_holds_more_for_less_is_no_growth() -> None:
     """4 samples held 5 MiB more than 8 had, which was held to be proof that they would not: it raises nothing, since
     gaps that are no larger were seen."""
-    problem = job([card_memory(is_first=True), card_memory(sample=2)], B=B)
+    problem = job([card_memory(is_first=True), card_memory(sample=20)], B=B)
     small, large, less = trials(problem, [even(B, 32, 2), even(B, 4, 2), even(B, 8, 2)])
 
     def holding(one: JudgedTrial, gaps: Sequence[int]) -> JudgedTrial:
@@ -321,12 +333,14 @@ def test_an_allocator_that_holds_more_for_less_is_no_growth() -> None:
         held = [replace(told, peak_reserved_bytes=told.peak_allocated_bytes + gap) for told, gap in memory]
         return replace(one, measurement=replace(one.measurement, memory=tuple(held)))
 
-    model = MemoryModel([holding(small, [20 * MIB] * 2), holding(large, [0, 0])], 2)
+    model = MemoryModel([holding(small, [100 * MIB] * 2), holding(large, [0, 0])], 2)
     more = large.measurement.memory[1].peak_allocated_bytes - less.measurement.memory[1].peak_allocated_bytes + 5 * MIB
-    assert more < 20 * MIB
+    assert more < 100 * MIB
+    margin = model.margin
+    assert margin < MOST_MARGIN
     model.observe([holding(less, [0, more])])
     assert model.errors[-1] > REPEATABILITY
-    assert model.margin <= FIRST_MARGIN
+    assert model.margin == margin
 
 
 def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
