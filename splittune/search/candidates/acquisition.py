@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import ndtr
 
 from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.candidates.table import SplitTable
 from splittune.search.models.memory import Interval
 from splittune.search.models.step_time import StepTimes
+
+LEAST_DEVIATION = 1e-9  # a deviation of none is no reason to divide by 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +36,21 @@ class CandidateScores:
         """(N,) cannot run out of memory, and keeps its headroom."""
         return np.asarray(self.cannot_oom & (self.needed.most <= self.limits).all(axis=1))
 
-    def optimistic_gain(self, deviations: FloatArray) -> FloatArray:
-        """(N,) upper confidence bound: the gain if each split is so many `deviations`, (N,), faster than predicted.
+    def upper_bound(self, deviations: float) -> FloatArray:
+        """(N,) upper confidence bound: the gain if each split is so many `deviations` faster than predicted.
 
         In logarithms of time: 0.01 is 1 %.
         """
         return np.asarray(self.best_log_s - self.times.log_s + deviations * self.times.deviation)
+
+    def expected_improvement(self) -> FloatArray:
+        """(N,) the gain, in logarithms of time, that is to be expected if what is no gain counts as 0.
+
+        Of a normal distribution with mean m and standard deviation s it is ``m Phi(m / s) + s phi(m / s)``: Jones,
+        Schonlau and Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998. Worked: a gain of
+        0.05, give or take 0.18, is expected to improve by ``0.05 x 0.609 + 0.18 x 0.384 = 0.0996``.
+        """
+        mean, deviation = self.best_log_s - self.times.log_s, np.maximum(self.times.deviation, LEAST_DEVIATION)
+        standard = mean / deviation
+        density = np.exp(-(standard**2) / 2) / np.sqrt(2 * np.pi)
+        return np.asarray(mean * ndtr(standard) + deviation * density)

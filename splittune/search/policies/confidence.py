@@ -1,4 +1,4 @@
-"""The best upper confidence bound: the split with most to gain, if it is worth a trial and its risk."""
+"""The split with most to gain, if it is worth a trial and its risk."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ LEAST_KEPT = 0.01
 
 @dataclass(frozen=True, slots=True)
 class UpperConfidenceBound:
-    """The most to gain if a prediction is off enough, less what an OOM costs: a search ends where that is little.
+    """The most to gain, less what an OOM costs: a search ends where that is little.
 
-    Worked: 0.3 to gain with a chance of 0.8 to run is worth ``0.8 x 0.3 - 0.2 x 0.7 = 0.1``, and a
-    trial; with a chance of 0.7 it is worth nothing. A split that surely fits is worth what it may
-    gain. Where the latest predictions were off by more than their deviations, its bound is that much
-    further away (`Calibration`), and while they were off by more than `MOST_DOUBT`, splits that surely
-    fit are measured whatever they promise: a search does not end on models that were wrong just now.
+    A split that surely fits is worth what it gains if its prediction is off by as much as may be: the upper confidence
+    bound. Where the latest predictions were off by more than their deviations, the bound is that much further away
+    (`Calibration`), and while they were off by more than `MOST_DOUBT`, splits that surely fit are measured whatever
+    they promise: a search does not end on models that were wrong just now.
 
-    A trial that runs and lacks headroom still tells how much: the gain counts by the cube root of the chance
-    that a split which runs keeps it, `LEAST_KEPT` at least. What ran out of memory is far from what is risked next
+    A risk is worth the improvement to be expected. Worked: 0.3 with a chance of 0.8 to run is worth
+    ``0.8 x 0.3 - 0.2 x 0.7 = 0.1``, and a trial; with a chance of 0.7 it is worth nothing. A trial that runs and lacks
+    headroom still tells how much: the gain counts by the cube root of the chance that a split which runs keeps it,
+    `LEAST_KEPT` at least. What ran out of memory is far from what is risked next
     (`SearchState.distance_to_ooms`).
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
@@ -46,9 +47,6 @@ class UpperConfidenceBound:
     deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %.
     Larger: more trials before the search ends."""
-    risk_deviations: float = 1.5
-    """The same for what may run out of memory. A choice: with 2 a sixth more trials ran out, with 1 more searches ended
-    far behind a split that they did not dare. Larger: more risks."""
     min_trials: int = 6
     """A choice: half of all searches take as many anyway, and those that ended far behind the best mostly had had three
     or four. Larger: more trials where models fitted at once."""
@@ -60,10 +58,10 @@ class UpperConfidenceBound:
         if scores is None or not state.any_fits:
             return None
         fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
-        # that the models were wrong is a reason to measure what surely fits, and none to risk anything
-        safe, knows_rest = self.deviations * state.doubt, state.memory.knows_rest
-        price, risky = (self.oom_price, self.risk_deviations) if knows_rest else (self.blind_oom_price, safe)
-        gain = scores.optimistic_gain(np.where(scores.surely_feasible, safe, risky))
+        price, gain = self.blind_oom_price, scores.upper_bound(self.deviations * state.doubt)
+        if state.memory.knows_rest:
+            # that the models were wrong is a reason to measure what surely fits, and none to risk anything
+            price, gain = self.oom_price, np.where(scores.surely_feasible, gain, scores.expected_improvement())
         kept = np.maximum(fits / np.maximum(scores.runs, 1e-9), LEAST_KEPT)
         worth = gain * np.cbrt(kept) * scores.runs - price * (1 - scores.runs)
         worth = np.where(state.is_grown_slowly(scores.table), worth, -np.inf)

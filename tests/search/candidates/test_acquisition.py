@@ -9,8 +9,8 @@ from splittune.search.models.memory import Interval
 from splittune.search.models.step_time import StepTimes
 
 
-def scores(*, most: list[float], cannot_oom: list[bool]) -> CandidateScores:
-    """Of single steps on one device of 10 bytes; all are predicted as fast as the best so far, give or take 10 %."""
+def scores(*, most: list[float], cannot_oom: list[bool], gain: float = 0.0, deviation: float = 0.1) -> CandidateScores:
+    """Of single steps on one device of 10 bytes; all are predicted to gain as much, give or take the deviation."""
     count = len(most)
     held, ones = np.array(most)[:, None], np.ones((count, 1))
     needed = Interval(
@@ -25,7 +25,7 @@ def scores(*, most: list[float], cannot_oom: list[bool]) -> CandidateScores:
     shards = np.arange(8.0, 8.0 + count)[:, None]
     return CandidateScores(
         table=SplitTable(global_batch_size=64, steps=np.ones(count), shards=shards),
-        times=StepTimes(log_s=np.zeros(count), deviation=np.full(count, 0.1)),
+        times=StepTimes(log_s=np.full(count, -gain), deviation=np.full(count, deviation)),
         best_log_s=0.0,
         needed=needed,
         limits=np.array([10.0]),
@@ -46,5 +46,17 @@ def test_what_surely_fits_runs_and_keeps_its_headroom() -> None:
 
 def test_optimism_adds_deviations() -> None:
     """Two deviations of 10 % are 20 %, and one is 10."""
-    both = scores(most=[9, 9], cannot_oom=[True, True])
-    assert both.optimistic_gain(np.array([2.0, 1.0])).tolist() == pytest.approx([0.2, 0.1])
+    assert scores(most=[9, 9], cannot_oom=[True, True]).upper_bound(2.0).tolist() == pytest.approx([0.2, 0.2])
+
+
+@pytest.mark.parametrize(("mean", "deviation"), [(0.05, 0.18), (-0.2, 0.1), (0.3, 0.01), (-0.1, 0.0), (0.1, 0.0)])
+def test_what_is_expected_is_the_mean_of_what_improves(mean: float, deviation: float) -> None:
+    """The mean of 1,000,000 drawn gains, those below 0 counted as 0."""
+    one = scores(most=[9], cannot_oom=[False], gain=mean, deviation=deviation)
+    gains = np.random.default_rng(0).normal(mean, deviation, 1_000_000)
+    assert one.expected_improvement()[0] == pytest.approx(np.maximum(gains, 0.0).mean(), abs=5e-4)
+
+
+def test_the_worked_number_of_expected_improvement() -> None:
+    one = scores(most=[9], cannot_oom=[False], gain=0.05, deviation=0.18)
+    assert one.expected_improvement()[0] == pytest.approx(0.0996, abs=5e-5)

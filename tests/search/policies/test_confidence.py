@@ -161,6 +161,16 @@ def test_what_a_risk_is_worth_depends_on_the_price_of_an_oom() -> None:
     assert dear is None or "chance of 100%" in dear.reason or dear.kind == "improve"
 
 
+def test_a_risk_is_taken_for_what_it_promises_not_for_what_is_unknown() -> None:
+    """After a sample on each card two on each promise 42 % more, give or take 18; two on one card alone 5, give or
+    take 42, and would be the better by an upper confidence bound."""
+    problem = job([card_memory(is_first=True, sample=3000, total=8000), card_memory(sample=3000, total=8000)], B=14)
+    proposal = UpperConfidenceBound().propose(state_after(problem, [even(14, 7, 2)]))
+    assert proposal is not None
+    assert proposal.kind == "risky"
+    assert proposal.split.shard_sizes == (2, 2)
+
+
 def test_doubt_buys_no_risk() -> None:
     """Predictions that were off make a trial of what surely fits worth more, and a risk worth no more."""
     further = (5, 6, 9), (6, 6, 6), (6, 5, 7), (6, 4, 8), (8, 0, 9)
