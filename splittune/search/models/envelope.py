@@ -31,6 +31,10 @@ class Points:
         array = np.unique(np.array(rows, dtype=float).reshape(-1, 3), axis=0)
         return cls(sizes=array[:, :2], num_bytes=array[:, 2])
 
+    def where(self, chosen: BoolArray) -> Points:
+        """Of these R alone."""
+        return Points(sizes=self.sizes[chosen], num_bytes=self.num_bytes[chosen])
+
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
@@ -42,6 +46,8 @@ class Envelope:
     - **The most**: the highest line that lies below every point where `f` is known to be no more.
     - **The least**: f is convex and never falls, so a chord to a point where f is no less goes on
       beyond it, and beta is no less than the steepest chord. Chords over a jump do not count.
+    - **A jump** is what no such lines explain: f went on less steeply, or it rose by more than in proportion to what
+      was above a rest that is known. Before a jump of that kind nothing bounds a line.
 
     Worked: 2 at rest, f is 5 at a share of 1 and 8 at 10. A line may rise by 0.6 a sample at most,
     from 2, so at a share of 20 f is 14 at most. It rose by a third from 1 to 10, so it is 11.3 at least.
@@ -51,11 +57,13 @@ class Envelope:
         at_least: where f is no less.
         rest: no line begins below it.
         least, most: of the largest beta and of the largest omega, as others tell.
+        knows_rest: whether `rest` is a reading; if not, what the points say of it counts more.
     """
 
     rest: float
     corners: FloatArray
     """(K, 3) the F - rest, beta and omega of the extreme lines."""
+    at_most: Points
     at_least: Points
     chords: Points
     """(C, 2) differences of sizes, and the bytes that f rose by at least over each."""
@@ -72,16 +80,20 @@ class Envelope:
         rest: float,
         least: tuple[float, float] = (0.0, 0.0),
         most: tuple[float, float] = (np.inf, np.inf),
+        *,
+        knows_rest: bool = False,
     ) -> Envelope:
         """The envelope that these points leave; see `Envelope`."""
-        jumps = _over_jumps(at_most, at_least)
-        chords, ends = _chords(at_most, at_least, np.zeros_like(jumps))
+        flattened = _chords_over(_not_gone_on(at_most, at_least), at_most, at_least)
+        risen = _out_of_proportion(at_most, at_least, rest) if knows_rest else np.zeros_like(flattened)
+        jumps = _chords_over(risen, at_most, at_least)
+        chords, ends = _chords(at_most, at_least, jumps)
         if len(ends):
-            # a line that rises so steeply began no higher, over a jump either
+            # a line that rises so steeply began no higher, where it did not go on either
             begins = at_least.num_bytes[ends] - _times(at_least.sizes[ends], chords.sizes) * chords.num_bytes
             rest = max(min(rest, float(begins.min())), 0.0)
-        if jumps.any():
-            chords, ends = _chords(at_most, at_least, jumps)
+        chords, ends = _chords(at_most, at_least, jumps | flattened)
+        all_points, at_most = at_most, at_most.where(~risen.any(axis=0))
         rest = min(rest, float(at_most.num_bytes.min()) - 1.0)
         alone = np.where((chords.sizes > 0) & (chords.sizes[:, ::-1] <= 0), chords.sizes, np.inf)
         least_slopes = np.maximum((chords.num_bytes[:, None] / alone).max(axis=0, initial=0.0), least)
@@ -94,6 +106,7 @@ class Envelope:
         return cls(
             rest=rest,
             corners=_extreme_lines(at_most.sizes, grown, most_slopes),
+            at_most=all_points,
             at_least=at_least,
             chords=chords,
             ends=ends,
@@ -108,7 +121,9 @@ class Envelope:
     def most(self, sizes: FloatArray) -> FloatArray:
         """(N,) for `sizes` (N, 2)."""
         rows = np.column_stack([np.ones(len(sizes)), sizes])
-        return np.asarray(self.rest + (rows @ self.corners.T).max(axis=1))
+        highest = self.rest + (rows @ self.corners.T).max(axis=1)
+        is_enough = (self.at_most.sizes >= sizes[:, None]).all(axis=2)
+        return np.asarray(np.minimum(highest, np.where(is_enough, self.at_most.num_bytes, np.inf).min(axis=1)))
 
     def sure(self, sizes: FloatArray) -> FloatArray:
         """(N,) the least of what grows, beside what rests, for `sizes` (N, 2); no more than `most`."""
@@ -194,12 +209,11 @@ def _chords(at_most: Points, at_least: Points, left_out: BoolArray) -> tuple[Poi
     return Points(sizes=over[ends, begins], num_bytes=risen[ends, begins]), ends
 
 
-def _over_jumps(at_most: Points, at_least: Points) -> BoolArray:
-    """(L, M) which chords, from each of M points of `at_most` to each of L of `at_least`, go over a jump of f.
+def _not_gone_on(at_most: Points, at_least: Points) -> BoolArray:
+    """(L, M) which chords, from each of M points of `at_most` to each of L of `at_least`, would go on above f.
 
-    Such is one that would go on above what f is known to be further on: f is not convex there, and no chord over it
-    tells of what is beyond. Worked: f is 3 at 1, 6 at 3 and 8 at 5. From 1 to 3 it rose by 1.5 a sample, and would be 9
-    at 5; from 1 to 5, too, it jumped, and a sample takes 1.
+    f is not convex there, and no chord over such a jump tells of what is beyond. Worked: f is 3 at 1, 6 at 3 and 8 at
+    5. From 1 to 3 it rose by 1.5 a sample, and would be 9 at 5; from 1 to 5, too, it jumped, and a sample takes 1.
     """
     over = at_least.sizes[:, None] - at_most.sizes[None]
     risen = at_least.num_bytes[:, None] - at_most.num_bytes[None]
@@ -207,9 +221,29 @@ def _over_jumps(at_most: Points, at_least: Points) -> BoolArray:
     times = _times(further[:, None], np.maximum(over, 0.0)[:, :, None])
     goes_on = at_least.num_bytes[:, None, None] + np.where(np.isinf(times), 0.0, times) * risen[..., None]
     known = np.asarray((further >= 0).all(axis=2))[:, None] & (times > 0) & (over >= 0).all(axis=2, keepdims=True)
-    jumps = np.zeros(risen.shape, dtype=bool)
-    found = (known & (risen[..., None] > 0) & (goes_on > (1 + ROUNDING) * at_most.num_bytes)).any(axis=2)
+    return np.asarray((known & (risen[..., None] > 0) & (goes_on > (1 + ROUNDING) * at_most.num_bytes)).any(axis=2))
+
+
+def _out_of_proportion(at_most: Points, at_least: Points, rest: float) -> BoolArray:
+    """(L, M) between which points, of `at_most` and at which f was measured, it rose more than in proportion.
+
+    What is above rest does not, if every line begins at rest or above. Worked: 2 rest, and f is 5.7 with 4 samples, so
+    6 take no more than ``2 + 3.7 x 6 / 4 = 7.55``. Where they take 8, it jumped by 0.45 at least. Sizes that ran out of
+    memory are left out: f was not measured there.
+    """
+    fewer, more = at_most.sizes[None], at_least.sizes[:, None]
+    without = np.where(more > 0, np.inf, 0.0)  # of a size that was 0 no other is a multiple
+    ratio = np.where(fewer > 0, more / np.where(fewer > 0, fewer, 1.0), without).max(axis=2)
+    measured = (at_least.sizes[:, None] == at_most.sizes[None]).all(axis=2).any(axis=1)
+    is_larger = (more >= fewer).all(axis=2) & (ratio > 0) & np.isfinite(ratio) & measured[:, None]
+    proportion = rest + np.maximum(at_most.num_bytes - rest, 0.0) * np.where(is_larger, ratio, 1.0)
+    return np.asarray(is_larger & (at_least.num_bytes[:, None] > (1 + ROUNDING) * proportion))
+
+
+def _chords_over(found: BoolArray, at_most: Points, at_least: Points) -> BoolArray:
+    """(L, M) which chords begin no further, and end no nearer, than one of those `found`, (L, M)."""
+    over = np.zeros(found.shape, dtype=bool)
     for end, begin in np.argwhere(found):
         ends = (at_least.sizes >= at_least.sizes[end]).all(axis=1)
-        jumps |= np.outer(ends, (at_most.sizes <= at_most.sizes[begin]).all(axis=1))
-    return jumps
+        over |= np.outer(ends, (at_most.sizes <= at_most.sizes[begin]).all(axis=1))
+    return over
