@@ -204,12 +204,12 @@ class MemoryModel:
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
         """(7, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
-        envelope, overhead = self._envelopes[device, accumulates], self._overheads[device, accumulates]
+        envelope = self._envelopes[device, accumulates]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
         most = np.minimum(held + self.margin * unseen, self._readings.proven(device, sizes, accumulates))
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
-        sure, least = (np.minimum(live + overhead.least(live), most) for live in (sure, least))
+        sure, least = np.minimum(sure, most), np.minimum(least, most)
         each = np.ones(len(sizes))
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
         least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each

@@ -62,9 +62,8 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorOverhead:
-    """What torch's allocator reserves beyond what is allocated, as three lines."""
+    """What torch's allocator reserves at most beyond what is allocated, as two lines; it may reserve nothing."""
 
-    least: Overhead
     most: Overhead
     after_flush: Overhead
     """The most that is left once the allocator, running short, has handed its free blocks back."""
@@ -266,11 +265,7 @@ class MemoryReadings:
         ] or [(1, 0)]
         quanta = [min(excess, QUANTUM_BYTES) for _, excess in pairs]
         ratios = [max(0, excess - QUANTUM_BYTES) / allocated for allocated, excess in pairs]
-        allocated = [num_bytes for num_bytes, _ in pairs]
-        # as far below the smallest ratio seen as the largest is above it; of a single size nothing tells
-        least = 2 * min(ratios) - max(ratios) if max(allocated) > (1 + PEAK_TOLERANCE) * min(allocated) else 0.0
         return AllocatorOverhead(
-            least=Overhead(0, max(0.0, least)),
             most=Overhead(max(quanta), max(ratios)),
             after_flush=Overhead(min(quanta), max(ratios)),
         )

@@ -322,6 +322,20 @@ def test_the_margin_is_put_on_what_no_trial_has_shown() -> None:
     assert far > 2
 
 
+def test_what_the_allocator_reserved_beside_is_not_sure_to_come_again() -> None:
+    """A tenth was reserved beyond what was allocated with 1, 2 and 4 samples; with 8 there may be no gaps at all."""
+    problem = job([card_memory(is_first=True, sample=1000), card_memory(sample=1000)], B=B)
+    tried = []
+    for one in trials(problem, [even(B, k, 2) for k in (32, 16, 8)]):
+        held = [
+            replace(told, peak_reserved_bytes=told.peak_allocated_bytes * 11 // 10) for told in one.measurement.memory
+        ]
+        tried.append(replace(one, measurement=replace(one.measurement, memory=tuple(held))))
+    told, truth = interval(MemoryModel(tried, 2), even(B, 4, 2)), truth_of(problem, [even(B, 4, 2)])
+    assert (told.least <= truth).all()
+    assert (told.most >= 1.1 * truth * (1 - REPEATABILITY)).all()
+
+
 def test_an_allocator_that_holds_more_for_less_is_no_growth() -> None:
     """4 samples held 5 MiB more than 8 had, which was held to be proof that they would not: it raises nothing, since
     gaps that are no larger were seen."""

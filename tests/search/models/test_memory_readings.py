@@ -94,7 +94,6 @@ def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> N
     held = [memory(0, 500, peak_reserved_bytes=572), memory(1, 50, peak_reserved_bytes=54)]
     overhead = peaks(ran(even(B, 4, 2), *held)).allocator_overhead(range(2), accumulates=True)
     live = np.array([1000.0 * MIB])
-    assert overhead.least(live)[0] == pytest.approx(0)
     assert overhead.most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
     assert overhead.after_flush(live)[0] == pytest.approx(4 * MIB + 0.1 * live[0])
 
@@ -215,17 +214,6 @@ def test_cards_that_never_had_the_same_share_are_not_of_one_kind() -> None:
     assert [set(seen.alike(device)) for device in (1, 2, 3)] == [{1}, {2, 3}, {2, 3}]
     proven = [seen.proven(device, np.array([[12.0, 0.0]]), True)[0] / MIB for device in (1, 2, 3)]
     assert proven == pytest.approx([np.inf, 600 * (1 + REPEATABILITY), 600 * (1 + REPEATABILITY)])
-
-
-def test_excess_of_a_single_size_tells_nothing_of_smaller_ones() -> None:
-    """Blocks that workspaces left behind may be gone at the next size; of two sizes the smaller ratio counts."""
-    one = memory(0, 100, peak_reserved_bytes=150), memory(1, 100, peak_reserved_bytes=150)
-    live = np.array([400.0 * MIB])
-    assert peaks(ran(even(B, 4, 2), *one)).allocator_overhead(range(2), accumulates=True).least(live)[0] == 0
-    two = memory(0, 200, peak_reserved_bytes=300), memory(1, 200, peak_reserved_bytes=300)
-    both = peaks(ran(even(B, 4, 2), *one), ran(even(B, 2, 2), *two)).allocator_overhead(range(2), accumulates=True)
-    ratios = 0.5 - QUANTUM_BYTES / MIB / np.array([100, 200])
-    assert both.least(live)[0] == pytest.approx((2 * ratios.min() - ratios.max()) * live[0])
 
 
 def test_nothing_is_alike_before_anything_ran() -> None:
