@@ -67,7 +67,6 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("distance to OOMs", SearchState, "distance_to_ooms", lambda _, table: np.ones(len(table))),
     ("what a forward leaves", MemoryReadings, "saved", lambda *_: []),
     ("how much of a peak that is", MemoryReadings, "saved_part", lambda *_: 0.0),
-    ("what a trial proved", MemoryReadings, "proven", lambda *asked: np.full(len(asked[2]), np.inf)),
     ("the least by chords", Envelope, "least", Envelope.sure),
     ("the time model's word on finalists", study, "foretold_s", lambda *_: {}),
 )

@@ -93,7 +93,7 @@ class Envelope:
             begins = at_least.num_bytes[ends] - _times(at_least.sizes[ends], chords.sizes) * chords.num_bytes
             rest = max(min(rest, float(begins.min())), 0.0)
         chords, ends = _chords(at_most, at_least, jumps | flattened)
-        all_points, at_most = at_most, at_most.where(~risen.any(axis=0))
+        all_points, at_most = at_most, at_most.where(np.asarray(~risen.any(axis=0)))
         rest = min(rest, float(at_most.num_bytes.min()) - 1.0)
         alone = np.where((chords.sizes > 0) & (chords.sizes[:, ::-1] <= 0), chords.sizes, np.inf)
         least_slopes = np.maximum((chords.num_bytes[:, None] / alone).max(axis=0, initial=0.0), least)

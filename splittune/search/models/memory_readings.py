@@ -276,42 +276,24 @@ class MemoryReadings:
         Trials of replicas that are `alike` count, too.
         """
         held = self._held_by_alike(device)
-        return np.asarray(
-            np.where((held[:, None, :2] <= sizes).all(axis=2), held[:, 3:4], 0.0).max(axis=0, initial=0.0)
-        )
-
-    def proven(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
-        """(N,) reserved bytes that were enough for a trial that demanded no less; infinite without one."""
-        held = self._held_by_alike(device)
-        is_enough = (held[:, None, :2] >= sizes).all(axis=2) & (held[:, 2:3] >= accumulates)
-        return np.asarray(np.where(is_enough, held[:, 4:], np.inf).min(axis=0, initial=np.inf))
+        return np.asarray(np.where((held[:, None, :2] <= sizes).all(axis=2), held[:, 2:], 0.0).max(axis=0, initial=0.0))
 
     def _held_by_alike(self, device: int) -> FloatArray:
-        """(R, 5) size, [k > 1], bytes held and bytes that are enough, of each trial in which it took part."""
+        """(R, 3) size and bytes held, of each trial in which it took part."""
         key = device, len(self.runs)
         if key in self._held:
             return self._held[key]
         rows = np.array(
             [
-                (
-                    *size_of(one, run.split),
-                    float(run.split.accumulation_steps > 1),
-                    run.memory[one].peak_reserved_bytes,
-                    run.memory[one].peak_reserved_bytes * self._held_beside(device, one) * (1 + REPEATABILITY),
-                )
+                (*size_of(one, run.split), run.memory[one].peak_reserved_bytes)
                 for one in self.alike(device)
                 for run in self.runs
                 if one == 0 or run.split.shard_sizes[one] > 0
             ],
             dtype=float,
-        ).reshape(-1, 5)
+        ).reshape(-1, 3)
         self._held[key] = np.unique(rows, axis=0)
         return self._held[key]
-
-    def _held_beside(self, device: int, other: int) -> float:
-        """How many times what `other`, which is `alike`, held `device` held at most at equal shares; at least 1."""
-        pairs = self._at_equal_shares(device, other)
-        return max([1.0, *(own.peak_reserved_bytes / max(1, beside.peak_reserved_bytes) for _, own, beside in pairs)])
 
 
 def size_of(device: int, split: BatchSplit) -> Size:

@@ -337,8 +337,7 @@ def test_what_the_allocator_reserved_beside_is_not_sure_to_come_again() -> None:
 
 
 def test_an_allocator_that_holds_more_for_less_is_no_growth() -> None:
-    """4 samples held 5 MiB more than 8 had, which was held to be proof that they would not: it raises nothing, since
-    gaps that are no larger were seen."""
+    """4 samples held 5 MiB more than 8 had: it raises nothing, since gaps that are no larger were seen."""
     problem = job([card_memory(is_first=True), card_memory(sample=20)], B=B)
     small, large, less = trials(problem, [even(B, 32, 2), even(B, 4, 2), even(B, 8, 2)])
 
@@ -353,7 +352,6 @@ def test_an_allocator_that_holds_more_for_less_is_no_growth() -> None:
     margin = model.margin
     assert margin < MOST_MARGIN
     model.observe([holding(less, [0, more])])
-    assert model.errors[-1] > REPEATABILITY
     assert model.margin == margin
 
 
@@ -415,18 +413,6 @@ def test_a_failure_of_nobody_knows_which_device_counts_for_the_fullest() -> None
     model.observe([JudgedTrial(measurement=Measurement(split=even(B, 2, 2), outcome=Outcome.OUT_OF_MEMORY))])
     assert model.errors[-1] == pytest.approx(nearest - 1)
     assert (interval(model, even(B, 1, 2)).most > before).all()
-
-
-def test_a_split_that_ran_needs_no_more_than_it_held() -> None:
-    """No margin is put on what a trial with at least these shares held: 4 samples need no more than
-    8 did.
-    """
-    story = Steepening()
-    story.model.observe([trial(story.after, even(B, 2, 2))])
-    assert story.model.margin > 0
-    proven = story.model.needed(*rows([even(B, 8, 2), even(B, 2, 2)])).most
-    held = [reading.peak_reserved_bytes for reading in trial(story.after, even(B, 2, 2)).measurement.memory]
-    assert (proven <= np.array(held) * (1 + REPEATABILITY)).all()
 
 
 def test_what_the_allocator_holds_beyond_live_bytes_is_added() -> None:
