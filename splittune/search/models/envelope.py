@@ -47,7 +47,7 @@ class Envelope:
     - **The least**: f is convex and never falls, so a chord to a point where f is no less goes on
       beyond it, and beta is no less than the steepest chord. Chords over a jump do not count.
     - **A jump** is what no such lines explain: f went on less steeply, or it rose by more than in proportion to what
-      was above a rest that is known. Before a jump of that kind nothing bounds a line.
+      was above a rest that is known. Before a jump of that kind nothing bounds a line, and from it on f is no less.
 
     Worked: 2 at rest, f is 5 at a share of 1 and 8 at 10. A line may rise by 0.6 a sample at most,
     from 2, so at a share of 20 f is 14 at most. It rose by a third from 1 to 10, so it is 11.3 at least.
@@ -71,6 +71,8 @@ class Envelope:
     """(C,) the point of `at_least` where each chord ends."""
     least_slopes: FloatArray
     """(2,) least of the largest beta, and of the largest omega."""
+    jumped: Points
+    """Those of `at_least` that rose out of proportion: from there on f is no less."""
 
     @classmethod
     def through(
@@ -111,6 +113,7 @@ class Envelope:
             chords=chords,
             ends=ends,
             least_slopes=least_slopes,
+            jumped=at_least.where(np.asarray(risen.any(axis=1))),
         )
 
     @property
@@ -127,7 +130,10 @@ class Envelope:
 
     def sure(self, sizes: FloatArray) -> FloatArray:
         """(N,) the least of what grows, beside what rests, for `sizes` (N, 2); no more than `most`."""
-        return np.asarray(np.minimum(self.rest + sizes @ self.least_slopes, self.most(sizes)))
+        grown = self.rest + sizes @ self.least_slopes
+        further = sizes[:, None] - self.jumped.sizes
+        beyond = np.where((further >= 0).all(axis=2), self.jumped.num_bytes + further @ self.least_slopes, 0.0)
+        return np.asarray(np.minimum(np.maximum(grown, beyond.max(axis=1, initial=0.0)), self.most(sizes)))
 
     def least(self, sizes: FloatArray) -> FloatArray:
         """(N,) for `sizes` (N, 2)."""

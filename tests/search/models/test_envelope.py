@@ -89,8 +89,8 @@ def test_a_rise_out_of_proportion_is_a_jump_where_rest_is_known() -> None:
     """
     points = at((2, 0, 3.9), (4, 0, 5.7), (6, 0, 8))
     envelope = Envelope.through(points, points, rest=2.0, knows_rest=True)
-    assert envelope.sure(sizes((8, 0)))[0] == pytest.approx(2 + 8 * 0.9)
-    assert envelope.least(sizes((8, 0)))[0] == pytest.approx(5.7 + 4 * 0.9)
+    assert envelope.sure(sizes((5, 0)))[0] == pytest.approx(2 + 5 * 0.9)
+    assert envelope.sure(sizes((8, 0)))[0] == envelope.least(sizes((8, 0)))[0] == pytest.approx(8 + 2 * 0.9)
     assert envelope.most(sizes((8, 0)))[0] == pytest.approx(10)
     assert envelope.most(sizes((5, 0), (4, 0))) == pytest.approx([8, 5.7])
     unknown = Envelope.through(points, points, rest=2.0)

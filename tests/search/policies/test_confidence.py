@@ -173,7 +173,7 @@ def test_a_risk_is_taken_for_what_it_promises_not_for_what_is_unknown() -> None:
 
 def test_doubt_buys_no_risk() -> None:
     """Predictions that were off make a trial of what surely fits worth more, and a risk worth no more."""
-    further = (5, 6, 9), (6, 6, 6), (6, 5, 7), (6, 4, 8), (8, 0, 9)
+    further = (5, 6, 9), (6, 6, 6), (6, 5, 7), (6, 4, 8), (8, 0, 9), (5, 5, 10)
     tried = [even(72, 36, 2), even(72, 7, 2), *[split(72, *one) for one in further]]
     state = state_after(jump_and_power(), tried)
     proposals = [UpperConfidenceBound().propose(replace(state, doubt=doubt)) for doubt in (1.0, 2.0, 10.0)]
