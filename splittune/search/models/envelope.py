@@ -57,13 +57,15 @@ class Envelope:
         at_least: where f is no less.
         rest: no line begins below it.
         least, most: of the largest beta and of the largest omega, as others tell.
-        knows_rest: whether `rest` is a reading; if not, what the points say of it counts more.
+        knows_rest: whether `rest` is a reading, so that a rise out of proportion to what is above it was a jump;
+            otherwise the rest is taken for lower.
     """
 
     rest: float
     corners: FloatArray
     """(K, 3) the F - rest, beta and omega of the extreme lines."""
     at_most: Points
+    """Those before a jump bound no line, but what is no larger."""
     at_least: Points
     chords: Points
     """(C, 2) differences of sizes, and the bytes that f rose by at least over each."""
@@ -86,7 +88,7 @@ class Envelope:
         knows_rest: bool = False,
     ) -> Envelope:
         """The envelope that these points leave; see `Envelope`."""
-        flattened = _chords_over(_not_gone_on(at_most, at_least), at_most, at_least)
+        everywhere, flattened = at_most, _chords_over(_not_gone_on(at_most, at_least), at_most, at_least)
         risen = _out_of_proportion(at_most, at_least, rest) if knows_rest else np.zeros_like(flattened)
         jumps = _chords_over(risen, at_most, at_least)
         chords, ends = _chords(at_most, at_least, jumps)
@@ -95,7 +97,7 @@ class Envelope:
             begins = at_least.num_bytes[ends] - _times(at_least.sizes[ends], chords.sizes) * chords.num_bytes
             rest = max(min(rest, float(begins.min())), 0.0)
         chords, ends = _chords(at_most, at_least, jumps | flattened)
-        all_points, at_most = at_most, at_most.where(np.asarray(~risen.any(axis=0)))
+        at_most = at_most.where(np.asarray(~risen.any(axis=0)))
         rest = min(rest, float(at_most.num_bytes.min()) - 1.0)
         alone = np.where((chords.sizes > 0) & (chords.sizes[:, ::-1] <= 0), chords.sizes, np.inf)
         least_slopes = np.maximum((chords.num_bytes[:, None] / alone).max(axis=0, initial=0.0), least)
@@ -108,7 +110,7 @@ class Envelope:
         return cls(
             rest=rest,
             corners=_extreme_lines(at_most.sizes, grown, most_slopes),
-            at_most=all_points,
+            at_most=everywhere,
             at_least=at_least,
             chords=chords,
             ends=ends,
@@ -129,7 +131,7 @@ class Envelope:
         return np.asarray(np.minimum(highest, np.where(is_enough, self.at_most.num_bytes, np.inf).min(axis=1)))
 
     def sure(self, sizes: FloatArray) -> FloatArray:
-        """(N,) the least of what grows, beside what rests, for `sizes` (N, 2); no more than `most`."""
+        """(N,) the least of what grows, from rest or from a jump, for `sizes` (N, 2); no more than `most`."""
         grown = self.rest + sizes @ self.least_slopes
         further = sizes[:, None] - self.jumped.sizes
         beyond = np.where((further >= 0).all(axis=2), self.jumped.num_bytes + further @ self.least_slopes, 0.0)
