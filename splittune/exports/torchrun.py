@@ -61,6 +61,7 @@ def export(config: ConfigData, _trials: Iterable[TriedSplit], config_path: str) 
     notes = [
         f"It runs the winner itself, {split}, with unequal shares where it has them.",
         f"Start it with `{visible}torchrun --standalone --nproc-per-node {num_processes} train.py`.",
+        "End that script with `dist.destroy_process_group()`: a process that is done may fail without it.",
         TOOL.divides_loss,
     ]
     if config.strategy == "dp" and num_devices > 1:

@@ -79,3 +79,5 @@ if __name__ == "__main__":
         )
         found[file.stem] = (trained.gradients, trainer.global_step, sorted(trainer.callback_metrics))
     torch.save(found, folder / f"rank{trainer.global_rank}.pt")
+    # Lightning leaves the group to the end of the process, where gloo's threads may abort it
+    torch.distributed.destroy_process_group()

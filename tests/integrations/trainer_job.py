@@ -157,3 +157,5 @@ if __name__ == "__main__":
     for file in sorted(folder.glob("*.json")):
         found[file.stem, "accelerate"] = train_by_accelerate(SplitConfig.load(file))
     torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
+    # Accelerate leaves the group to the end of the process, where gloo's threads may abort it
+    torch.distributed.destroy_process_group()
