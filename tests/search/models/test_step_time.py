@@ -193,6 +193,14 @@ def test_fewer_cards_than_ever_tried_get_a_chance() -> None:
     assert predicted(model, alone)[0] < 0.9 * as_constant
 
 
+def test_an_update_may_be_all_the_links() -> None:
+    """Most of a step is gradients and parameters on their way: a single card, which has none, is hoped for."""
+    problem = job(2, B=16, micro_step_s=0.0, update_s=0.001, reduce_s=0.1)
+    model = model_of(problem, [even(16, 4, 2), even(16, 2, 2), even(16, 1, 2)])
+    alone = split(16, 2, 8, 0)
+    assert predicted(model, alone)[0] * np.exp(-doubts(model, alone)[0]) <= truth(problem, alone)[0]
+
+
 def test_a_host_that_launches_for_all_is_found() -> None:
     """Where the cards wait for the host, a larger share of a small micro-batch takes no longer."""
     problem = job(4, B=B, replica_s=0.020, times=[CardTime(launch_s=0.001, sample_s=0.001)] * 4, micro_step_s=0.001)
