@@ -84,10 +84,13 @@ def drawn_outside(rng: np.random.Generator, cards: tuple[Card, ...]) -> tuple[tu
 
 
 def drawn_headrooms(rng: np.random.Generator, cards: tuple[Card, ...], outside: tuple[int, ...]) -> tuple[int, ...]:
-    """Mostly 5 % of each card, or of what others leave of it; else a fixed size, or none."""
+    """Mostly 5 % of each card, or of what others leave of it; else a fixed size, or a byte: as good as none.
+
+    With that byte a card that handed memory back for want of any more has not kept what it should.
+    """
     form = rng.choice(["of card", "of rest", "fixed", "none"], p=[0.5, 0.25, 0.15, 0.1])
     if form == "of card":
         return tuple(card.total_bytes // 20 for card in cards)
     if form == "of rest":
         return tuple((card.total_bytes - held) // 20 for card, held in zip(cards, outside, strict=True))
-    return (512 * MIB if form == "fixed" else 0,) * len(cards)
+    return (512 * MIB if form == "fixed" else 1,) * len(cards)

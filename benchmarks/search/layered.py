@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.search.cards import CARDS, Card, drawn_cards, drawn_headrooms, drawn_outside
-from benchmarks.search.network import Network, Replay, drawn_network
+from benchmarks.search.network import WITHOUT_LIMIT, Network, Replay, drawn_network
 from benchmarks.search.noise import drawn_noise
 from benchmarks.search.tabled import Bytes, Floats, Machine, TabledProblem
 from splittune.split import SplitSpace
@@ -42,7 +42,7 @@ class LayeredMachine(Machine):
         compute_s = {card: network.replica_s(card, most) for card in dict.fromkeys(cards)}
         copied_s = [input_bytes * np.arange(most + 1) / link for link in links_bytes_per_s]
         self._busy_s = np.array([compute_s[card] + copy_s for card, copy_s in zip(cards, copied_s, strict=True)])
-        self._replays: dict[tuple[bool, int, int], Replay] = {}
+        self._replays: dict[tuple[bool, int, int, int], Replay] = {}
 
     def busy_s(self, micro_batch_size: int) -> Floats:
         """Inputs over the link, then all kernels."""
@@ -83,18 +83,27 @@ class LayeredMachine(Machine):
         return np.array([first, *[other] * (len(self.cards) - 1)])
 
     def reserved_by(self, card: int, share: int, micro_batch_size: int) -> int:
-        return self._replay(card, share, micro_batch_size).reserved_bytes
+        """A full card hands free segments back before it runs out of memory, as torch's allocator does.
+
+        Then all of it counts as reserved: such steps lose time, which is not modelled, so no best split may be one.
+        """
+        replay, free = self._replay(card, share, micro_batch_size), self.total_bytes[card] - self.outside_bytes[card]
+        if replay.reserved_bytes > free and self._replay(card, share, micro_batch_size, free).ran:
+            return free
+        return replay.reserved_bytes
 
     def phases(self, card: int, share: int, micro_batch_size: int) -> dict[str, int]:
         return self._replay(card, share, micro_batch_size).peaks
 
-    def _replay(self, card: int, share: int, m: int) -> Replay:
+    def _replay(self, card: int, share: int, m: int, capacity_bytes: int = WITHOUT_LIMIT) -> Replay:
         """Cards beyond the first do not see the rest of the micro-batch, nor does the first if nothing is gathered."""
         is_first, is_held = card == 0, m < self.space.global_batch_size
         depends_on = m if is_first and self.network.output_bytes else int(is_held) - 2
-        key = (is_first, share, depends_on)
+        key = (is_first, share, depends_on, capacity_bytes)
         if key not in self._replays:
-            self._replays[key] = Replay(self.network, share, m, is_first=is_first, is_held=is_held)
+            self._replays[key] = Replay(
+                self.network, share, m, is_first=is_first, is_held=is_held, capacity_bytes=capacity_bytes
+            )
         return self._replays[key]
 
 

@@ -115,13 +115,23 @@ class Replay:
     """Steps of training through a caching allocator, tensor by tensor: what each phase held at most.
 
     `peaks` has the five readings of a trial, by the names of `DeviceMemory`, and `reserved_bytes` what
-    the card reserved, segments and all. Nothing is handed back, as on a card that is not full.
+    the card reserved at most, segments and all. On a card that is full the allocator hands its free segments back, and
+    tries again; `ran` says whether that was enough.
     """
 
-    def __init__(self, network: Network, share: int, micro_batch_size: int, *, is_first: bool, is_held: bool) -> None:
+    def __init__(
+        self,
+        network: Network,
+        share: int,
+        micro_batch_size: int,
+        *,
+        is_first: bool,
+        is_held: bool,
+        capacity_bytes: int = WITHOUT_LIMIT,
+    ) -> None:
         self.network, self.share, self.micro_batch_size = network, share, micro_batch_size
         self.is_first, self.is_held = is_first, is_held
-        self.allocator = CachingAllocator(WITHOUT_LIMIT)
+        self.allocator = CachingAllocator(capacity_bytes)
         self.peaks = dict.fromkeys(
             (
                 *("resting_bytes", "micro_step_peak_bytes", "single_step_peak_bytes", "update_peak_bytes"),
@@ -130,8 +140,12 @@ class Replay:
             0,
         )
         self.reserved_bytes = 0
+        self.ran = True
         if is_first or share:
-            self._run()
+            try:
+                self._run()
+            except MemoryError:
+                self.ran = False
 
     def _run(self) -> None:
         parameters = self._take_all(self.network.parameter_sizes) if self.is_first else []
@@ -158,7 +172,6 @@ class Replay:
             self._note("update_peak_bytes", self.allocator.peak_allocated_bytes if step else 0)
             self._give_all(gradients)
         self.kept = [*parameters, *state]
-        self.reserved_bytes = self.allocator.reserved_bytes
 
     def _micro_step(self, held: list[Block]) -> list[Block]:
         """Forward, the loss on GPU 0, and backward; the gradients, those held already added to."""
@@ -187,8 +200,15 @@ class Replay:
         return held or gradients
 
     def _take_all(self, sizes: list[int]) -> list[Block]:
-        blocks = [self.allocator.allocate(num_bytes) for num_bytes in sizes if num_bytes]
-        return [block for block in blocks if block is not None]
+        blocks = []
+        for num_bytes in sizes:
+            block = self.allocator.allocate(num_bytes) if num_bytes else None
+            if block is not None:
+                blocks.append(block)
+            elif num_bytes:
+                raise MemoryError
+            self.reserved_bytes = max(self.reserved_bytes, self.allocator.reserved_bytes)
+        return blocks
 
     def _give_all(self, blocks: list[Block]) -> None:
         for block in blocks:

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from benchmarks.search import layered, physics, recorded
 from benchmarks.search.makespan import least_makespans
+from benchmarks.search.network import Replay
 from benchmarks.search.noise import Noise
 from benchmarks.search.problem import Problem, without_optional_readings
 from splittune.profiling.measurement import Outcome
 from splittune.split import BatchSplit
+from splittune.units import GIB
 
 GENERATORS = pytest.mark.parametrize(
     "generator", [physics, layered, recorded], ids=lambda module: module.__name__.rpartition(".")[2]
@@ -129,6 +131,42 @@ def test_the_least_that_is_reserved_is_never_more_than_what_is(seed: int) -> Non
         least = problem.machine.least_reserved_bytes(m)
         for card, share in enumerate(split.shard_sizes):
             assert least[card, share] <= problem.machine.reserved_by(card, share, m)
+
+
+@given(seed=SEEDS)
+@settings(max_examples=10, deadline=None)
+def test_a_full_card_hands_back_what_is_free_before_it_runs_out(seed: int) -> None:
+    """With as much as it would reserve it runs, and with less than is alive at once it does not; between, it may."""
+    network, rng = layered.draw(seed).machine.network, np.random.default_rng(seed)  # type: ignore[attr-defined]
+    share = int(rng.integers(1, 9))
+
+    def replay(capacity_bytes: int) -> Replay:
+        return Replay(network, share, 12, is_first=True, is_held=seed % 2 == 0, capacity_bytes=capacity_bytes)
+
+    free = replay(1 << 62)
+    alive = max(free.peaks.values())
+    assert free.ran
+    assert alive <= free.reserved_bytes
+    assert (replay(free.reserved_bytes).ran, replay(free.reserved_bytes).peaks) == (True, free.peaks)
+    assert not replay(alive - 1).ran
+    for capacity_bytes in np.linspace(alive, free.reserved_bytes, 4)[:-1].astype(int).tolist():
+        full = replay(capacity_bytes)
+        assert max(full.peaks.values()) <= full.reserved_bytes <= capacity_bytes
+
+
+def test_what_runs_once_free_segments_are_handed_back_is_no_oom() -> None:
+    """A replica of 4 samples would reserve 10.31 GiB where its card has 10.306, of which 8.42 are alive at once.
+
+    But it keeps nothing free, not even where no more than a byte is asked.
+    """
+    problem = layered.draw(352_249)
+    split = BatchSplit(global_batch_size=52, accumulation_steps=2, shard_sizes=(3, 4, 4, 3, 3, 3, 3, 3))
+    assert problem.runs(split)
+    assert not problem.fits(split)
+    measurement = problem.measure(split)
+    assert measurement.outcome is Outcome.NO_HEADROOM
+    assert measurement.memory[1].peak_allocated_bytes / GIB == pytest.approx(8.42, abs=0.01)
+    assert measurement.memory[1].headroom_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(len(recorded.names())))
