@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from splittune.search.arrays import FloatArray
 from splittune.search.candidates.acquisition import CandidateScores
 from splittune.search.policies.base import MOST_DOUBT, Proposal, SearchState
 from splittune.units import format_bytes
@@ -31,7 +32,8 @@ class UpperConfidenceBound:
     (`SearchState.distance_to_ooms`).
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
-    may be as little as `most_lost` behind the best is measured, too.
+    may be as little as `most_lost` behind the best is measured, too. And where all trials but one ran out of memory a
+    risk is worth its upper confidence bound before a search ends: one split tells little of what others gain.
     """
 
     min_gain: float = 0.01
@@ -57,18 +59,19 @@ class UpperConfidenceBound:
         scores = state.scores
         if scores is None or not state.any_fits:
             return None
-        fits = np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))
-        price, gain = self.blind_oom_price, scores.upper_bound(self.deviations * state.doubt)
+        bound = scores.upper_bound(self.deviations * state.doubt)
+        worth = self._worth(state, scores, bound)
         if state.memory.knows_rest:
             # that the models were wrong is a reason to measure what surely fits, and none to risk anything
-            price, gain = self.oom_price, np.where(scores.surely_feasible, gain, scores.expected_improvement())
-        kept = np.maximum(fits / np.maximum(scores.runs, 1e-9), LEAST_KEPT)
-        worth = gain * np.cbrt(kept) * scores.runs - price * (1 - scores.runs)
-        worth = np.where(state.is_grown_slowly(scores.table), worth, -np.inf)
+            expected = np.where(scores.surely_feasible, bound, scores.expected_improvement())
+            worth = self._worth(state, scores, expected)
         if state.doubt > MOST_DOUBT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)
-        if worth.max() < self.min_gain and sum(trial.ran for trial in state.trials) < self.min_trials:
-            worth = np.where(scores.surely_feasible & (gain > -self.most_lost), gain + 1.0, -np.inf)
+        num_ran = sum(trial.ran for trial in state.trials)
+        if worth.max() < self.min_gain and num_ran < self.min_trials:
+            worth = np.where(scores.surely_feasible & (bound > -self.most_lost), bound + 1.0, -np.inf)
+        if worth.max() < self.min_gain and num_ran == 1 < len(state.trials):
+            worth = self._worth(state, scores, bound)
         row = int(worth.argmax())
         if worth[row] < self.min_gain:
             return None
@@ -77,11 +80,24 @@ class UpperConfidenceBound:
             device = int((scores.limits - scores.needed.most[row]).argmin())
             most, limit = (format_bytes(float(b[device])) for b in (scores.needed.most[row], scores.limits))
             return Proposal(split=split, kind="improve", reason=f"{reason}; GPU {device} at most at {most} of {limit}")
-        chances = f"runs with a chance of {scores.runs[row]:.0%}, keeps its headroom with one of {fits[row]:.0%}"
+        fits = _fits(state, scores)[row]
+        chances = f"runs with a chance of {scores.runs[row]:.0%}, keeps its headroom with one of {fits:.0%}"
         return Proposal(split=split, kind="risky", reason=f"{reason}; worth a risk: {chances}")
+
+    def _worth(self, state: SearchState, scores: CandidateScores, gain: FloatArray) -> FloatArray:
+        """(N,) what a trial of each is worth, in logarithms of time, if it brings so much `gain`, (N,)."""
+        price = self.oom_price if state.memory.knows_rest else self.blind_oom_price
+        kept = np.cbrt(np.maximum(_fits(state, scores) / np.maximum(scores.runs, 1e-9), LEAST_KEPT))
+        worth = gain * kept * scores.runs - price * (1 - scores.runs)
+        return np.where(state.is_grown_slowly(scores.table), worth, -np.inf)
 
     @staticmethod
     def _prediction(state: SearchState, scores: CandidateScores, row: int) -> str:
         throughput, deviation = state.throughput(scores, row), scores.times.deviation[row]
         gain = np.expm1(scores.best_log_s - scores.times.log_s[row])
         return f"predicted {throughput:,.0f} samples/s ({gain:+.1%}, give or take {deviation:.1%})"
+
+
+def _fits(state: SearchState, scores: CandidateScores) -> FloatArray:
+    """(N,) probability to keep headroom."""
+    return np.where(scores.surely_feasible, 1.0, scores.needed.chance_below(state.limits))

@@ -7,9 +7,10 @@ import pytest
 
 from splittune.profiling.measurement import Outcome
 from splittune.search.policies.confidence import UpperConfidenceBound
+from splittune.search.policies.proposer import Proposer
 from tests.search.jobs import AFFINE
 from tests.search.policies.story import best_of, search, state_after
-from tests.search.problem import MIB, CardTime, Job, card_memory, even, job, split
+from tests.search.problem import MIB, CardTime, Job, card_memory, even, job, split, trial
 
 
 def jump_and_power() -> Job:
@@ -169,6 +170,22 @@ def test_a_risk_is_taken_for_what_it_promises_not_for_what_is_unknown() -> None:
     assert proposal is not None
     assert proposal.kind == "risky"
     assert proposal.split.shard_sizes == (2, 2)
+
+
+def test_a_search_does_not_end_with_the_one_split_that_ran() -> None:
+    """A second one ran out of memory, and nothing safe is left: what runs with a chance of 94 % is worth its upper
+    confidence bound, though little is to be expected of it.
+    """
+    totals, times = (1942, 2605, 2085), [CardTime(launch_s=0.01, sample_s=one) for one in (0.02, 0.02, 0.005)]
+    memories = [card_memory(is_first=i == 0, parameters=300, sample=600, total=totals[i]) for i in range(3)]
+    problem = job(memories, B=26, times=times, shares="each", tells_busy=False)
+    proposer = Proposer(replace(problem.space(), min_shard_size=2), problem.min_headroom_bytes)
+    tried = [trial(problem, one, problem.min_headroom_bytes) for one in (split(26, 4, 2, 3, 2), split(26, 2, 4, 5, 4))]
+    assert [one.ran for one in tried] == [True, False]
+    proposal = UpperConfidenceBound().propose(proposer.state(tried))
+    assert proposal is not None
+    assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (2, 2, 2))
+    assert "-13.8%, give or take 13.2%" in proposal.reason
 
 
 def test_doubt_buys_no_risk() -> None:
