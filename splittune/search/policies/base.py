@@ -159,8 +159,8 @@ class SearchState:
         needed = self.memory.needed(table.steps, table.shards)
         distance, budget = self.distance_to_ooms(table), self.memory.budget_bytes
         is_within_budget = (needed.most_after_cache_flush <= budget).all(axis=1)
-        # near what failed the models were wrong, whatever they hold a split to take at most
-        cannot_oom = is_within_budget & (distance >= 1) & self.is_grown_slowly(table)
+        # near what failed against their bounds the models are wrong, whatever they hold a split to take at most
+        cannot_oom = is_within_budget & (self._distance(table, self._wrongly_safe) >= 1) & self.is_grown_slowly(table)
         return CandidateScores(
             table=table,
             times=times,
@@ -194,8 +194,12 @@ class SearchState:
         ``(1 - 76 / 80) / 0.2 = 0.25``. An OOM that the memory model now holds to be certain tells no more than the
         model does, and it tells nothing of what has no more of anything than one that ran.
         """
+        return self._distance(table, self._surprising_ooms)
+
+    def _distance(self, table: SplitTable, failed: Sequence[JudgedTrial]) -> FloatArray:
+        """(N,) see `distance_to_ooms`."""
         distance = np.ones(len(table))
-        for trial in self._surprising_ooms:
+        for trial in failed:
             told = (table.steps > 1) >= (trial.split.accumulation_steps > 1)
             near = np.clip((1 - self._part_of_oom(table, trial)) / NEAR, 0.0, 1.0)
             distance = np.where(told, np.minimum(distance, near), distance)
@@ -214,13 +218,22 @@ class SearchState:
     @cached_property
     def _surprising_ooms(self) -> list[JudgedTrial]:
         """The trials that ran out of memory and might have run, by what the memory model knows now."""
+        return [trial for trial, (sure, _) in self._ooms_told if (sure < self.memory.budget_bytes).all()]
+
+    @cached_property
+    def _wrongly_safe(self) -> list[JudgedTrial]:
+        """Those that would have run, by all that is foretold now."""
+        return [trial for trial, (_, foretold) in self._ooms_told if (foretold < self.memory.budget_bytes).all()]
+
+    @cached_property
+    def _ooms_told(self) -> list[tuple[JudgedTrial, tuple[FloatArray, FloatArray]]]:
+        """The trials that ran out of memory; what each device surely holds in them, and what is foretold at most."""
         failed = [trial for trial in self.trials if trial.lacks_memory and not trial.ran]
         if not failed:
             return []
         table = SplitTable.of([trial.split for trial in failed])
-        sure = self.memory.needed(table.steps, table.shards).sure
-        is_certain = np.asarray((sure >= self.memory.budget_bytes).any(axis=1))
-        return [failed[row] for row in np.flatnonzero(~is_certain)]
+        needed = self.memory.needed(table.steps, table.shards)
+        return list(zip(failed, zip(needed.sure, needed.foretold, strict=True), strict=True))
 
     def _part_of_oom(self, table: SplitTable, trial: JudgedTrial) -> FloatArray:
         """(N,) the part that each split has of what ran out of memory, on the device where it is most.

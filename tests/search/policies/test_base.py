@@ -217,6 +217,22 @@ def test_what_is_near_an_oom_may_run_out_of_memory_whatever_the_models_say() -> 
     assert not state.scores.cannot_oom[near].any()
 
 
+def test_an_oom_that_the_bounds_foretold_takes_nothing_from_them() -> None:
+    """80 samples hold up to 1,004 MiB where there are 980, and ran out: 72 hold 928 at most, and are safe. Where 75
+    ran out, of which 964 are foretold at most, the bounds are wrong, and 72 are too near.
+    """
+    problem = job([card_memory(is_first=True), card_memory(sample=10, total=980)], B=160, shares="each")
+    ran = [even(160, 80, 2), split(160, 8, 10, 10), even(160, 4, 2), split(160, 3, 14, 40), split(160, 2, 10, 70)]
+    table = SplitTable(global_batch_size=160, steps=np.array([1.0]), shards=np.array([[40.0, 72.0]]))
+    safe = []
+    for failed in (split(160, 1, 80, 80), out_of_memory(1, split(160, 1, 85, 75))):
+        state = state_after(problem, [*ran, failed])
+        assert not state.trials[-1].ran
+        assert state.distance_to_ooms(table)[0] < 1
+        safe += state._scores_of(table).cannot_oom.tolist()
+    assert safe == [True, False]
+
+
 @pytest.mark.parametrize(
     ("slopes", "expected"), [((1.0, 0.0), [0.0, 0.25]), ((1.0, 1.0), [5 / 6, 1 / 12]), ((0.0, 0.0), [1.0, 0.25])]
 )
