@@ -37,7 +37,7 @@ from splittune.search import find_best_split
 from splittune.split import BatchSplit
 
 MAX_TRIALS = 32
-# The next judgement's. From 430,000 to 439,999 and from 450,000 on no problem was seen while the search was made.
+# The last judgement's. From 450,000 on no problem was seen while the search was made.
 FIRST_SEED = 430_000
 GENERATORS: dict[str, Callable[[int], Problem]] = {
     "physics": physics.draw,
