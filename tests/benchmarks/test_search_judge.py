@@ -119,7 +119,8 @@ def test_an_ablation_is_written_row_by_row(tmp_path: Path) -> None:
 
     table = ablated("--first-seed", "3")
     assert table.what[0] == "the search"
-    assert set(table.what[1:]) >= {"UpperConfidenceBound", "UpperConfidenceBound.min_gain"}
+    both = ["UpperConfidenceBound(oom_price=0.7)", "UpperConfidenceBound(oom_price=0.35)"]
+    assert set(table.what[1:]) >= {*both, f"{both[0]}.min_gain"}
     assert table.what[1:].str.startswith("UpperConfidenceBound").all()
     assert table.problems.eq(2).all()
-    assert list(ablated("--change", "left out").what) == ["the search", "UpperConfidenceBound"]
+    assert list(ablated("--change", "left out").what) == ["the search", *both]

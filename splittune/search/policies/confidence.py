@@ -32,8 +32,8 @@ class UpperConfidenceBound:
     (`SearchState.distance_to_ooms`).
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
-    may be as little as `most_lost` behind the best is measured, too. And where all trials but one ran out of memory a
-    risk is worth its upper confidence bound before a search ends: one split tells little of what others gain.
+    may be as little as `most_lost` behind the best is measured, too. And where one split alone has run, a risk is worth
+    its upper confidence bound before nothing is: that one tells little of what others gain.
     """
 
     min_gain: float = 0.01
@@ -60,18 +60,19 @@ class UpperConfidenceBound:
         if scores is None or not state.any_fits:
             return None
         bound = scores.upper_bound(self.deviations * state.doubt)
-        worth = self._worth(state, scores, bound)
+        gain, price = bound, self.blind_oom_price
         if state.memory.knows_rest:
             # that the models were wrong is a reason to measure what surely fits, and none to risk anything
-            expected = np.where(scores.surely_feasible, bound, scores.expected_improvement())
-            worth = self._worth(state, scores, expected)
+            gain = np.where(scores.surely_feasible, bound, scores.expected_improvement())
+            price = self.oom_price
+        worth = self._worth(state, scores, gain, price)
         if state.doubt > MOST_DOUBT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)
         num_ran = sum(trial.ran for trial in state.trials)
         if worth.max() < self.min_gain and num_ran < self.min_trials:
             worth = np.where(scores.surely_feasible & (bound > -self.most_lost), bound + 1.0, -np.inf)
-        if worth.max() < self.min_gain and num_ran == 1 < len(state.trials):
-            worth = self._worth(state, scores, bound)
+        if worth.max() < self.min_gain and num_ran == 1:
+            worth = self._worth(state, scores, bound, price)
         row = int(worth.argmax())
         if worth[row] < self.min_gain:
             return None
@@ -84,9 +85,12 @@ class UpperConfidenceBound:
         chances = f"runs with a chance of {scores.runs[row]:.0%}, keeps its headroom with one of {fits:.0%}"
         return Proposal(split=split, kind="risky", reason=f"{reason}; worth a risk: {chances}")
 
-    def _worth(self, state: SearchState, scores: CandidateScores, gain: FloatArray) -> FloatArray:
-        """(N,) what a trial of each is worth, in logarithms of time, if it brings so much `gain`, (N,)."""
-        price = self.oom_price if state.memory.knows_rest else self.blind_oom_price
+    @staticmethod
+    def _worth(state: SearchState, scores: CandidateScores, gain: FloatArray, price: float) -> FloatArray:
+        """(N,) what a trial of each is worth if it brings so much `gain`, (N,), and an OOM costs `price`.
+
+        All in logarithms of time.
+        """
         kept = np.cbrt(np.maximum(_fits(state, scores) / np.maximum(scores.runs, 1e-9), LEAST_KEPT))
         worth = gain * kept * scores.runs - price * (1 - scores.runs)
         return np.where(state.is_grown_slowly(scores.table), worth, -np.inf)

@@ -7,7 +7,7 @@ import pytest
 
 from splittune.profiling.measurement import Outcome
 from splittune.search.policies.confidence import UpperConfidenceBound
-from splittune.search.policies.proposer import Proposer
+from splittune.search.policies.proposer import POLICIES, Proposer, propose
 from tests.search.jobs import AFFINE
 from tests.search.policies.story import best_of, search, state_after
 from tests.search.problem import MIB, CardTime, Job, card_memory, even, job, split, trial
@@ -186,6 +186,17 @@ def test_a_search_does_not_end_with_the_one_split_that_ran() -> None:
     assert proposal is not None
     assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (2, 2, 2))
     assert "-13.8%, give or take 13.2%" in proposal.reason
+
+
+def test_before_a_search_ends_an_oom_costs_a_trial_and_no_more() -> None:
+    """To gain 18 % with a chance of 77 % is too dear while anything else is worth a trial; the last policy dares it."""
+    memories = [card_memory(is_first=i == 0, sample=300, total=total) for i, total in enumerate((966, 641, 1653))]
+    tried = [split(14, 5, 1, 1, 1), split(14, 5, 2, 1, 0), split(14, 14, 1, 0, 0), split(14, 4, 2, 1, 1)]
+    state = state_after(job(memories, B=14), tried)
+    assert propose(state, POLICIES[:-1]) is None
+    proposal = propose(state, POLICIES)
+    assert proposal is not None
+    assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (1, 2, 2))
 
 
 def test_doubt_buys_no_risk() -> None:

@@ -86,7 +86,7 @@ def test_no_proposal_is_illegal_or_was_measured(drawn: tuple[Job, int]) -> None:
 def test_what_may_be_faster_comes_before_the_exact_baseline() -> None:
     """Where both want a trial: a baseline at a step fewer only changes what the result is compared with."""
     problem = job([card_memory(is_first=True, sample=30, total=600), card_memory(sample=30, total=600)], B=400)
-    *_, improve, baseline, _ = POLICIES
+    improve, baseline = POLICIES[3:5]
     wanted: list[tuple[ProposalKind | None, ProposalKind | None, ProposalKind]] = []
     trials: list[JudgedTrial] = []
     for proposal in search(problem)[0]:
