@@ -201,12 +201,11 @@ class Replay:
 
     def _take_all(self, sizes: list[int]) -> list[Block]:
         blocks = []
-        for num_bytes in sizes:
-            block = self.allocator.allocate(num_bytes) if num_bytes else None
-            if block is not None:
-                blocks.append(block)
-            elif num_bytes:
+        for num_bytes in filter(None, sizes):
+            block = self.allocator.allocate(num_bytes)
+            if block is None:
                 raise MemoryError
+            blocks.append(block)
             self.reserved_bytes = max(self.reserved_bytes, self.allocator.reserved_bytes)
         return blocks
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.search import layered, physics, recorded
 from benchmarks.search.makespan import least_makespans
-from benchmarks.search.network import Replay
+from benchmarks.search.network import WITHOUT_LIMIT, Replay
 from benchmarks.search.noise import Noise
 from benchmarks.search.problem import Problem, without_optional_readings
 from splittune.profiling.measurement import Outcome
@@ -137,13 +137,14 @@ def test_the_least_that_is_reserved_is_never_more_than_what_is(seed: int) -> Non
 @settings(max_examples=10, deadline=None)
 def test_a_full_card_hands_back_what_is_free_before_it_runs_out(seed: int) -> None:
     """With as much as it would reserve it runs, and with less than is alive at once it does not; between, it may."""
-    network, rng = layered.draw(seed).machine.network, np.random.default_rng(seed)  # type: ignore[attr-defined]
-    share = int(rng.integers(1, 9))
+    machine, share = layered.draw(seed).machine, int(np.random.default_rng(seed).integers(1, 9))
+    assert isinstance(machine, layered.LayeredMachine)
+    network = machine.network
 
     def replay(capacity_bytes: int) -> Replay:
         return Replay(network, share, 12, is_first=True, is_held=seed % 2 == 0, capacity_bytes=capacity_bytes)
 
-    free = replay(1 << 62)
+    free = replay(WITHOUT_LIMIT)
     alive = max(free.peaks.values())
     assert free.ran
     assert alive <= free.reserved_bytes

@@ -218,22 +218,21 @@ class SearchState:
     @cached_property
     def _surprising_ooms(self) -> list[JudgedTrial]:
         """The trials that ran out of memory and might have run, by what the memory model knows now."""
-        return [trial for trial, (sure, _) in self._ooms_told if (sure < self.memory.budget_bytes).all()]
+        return self._ooms_within_budget("sure")
 
     @cached_property
     def _wrongly_safe(self) -> list[JudgedTrial]:
         """Those that would have run, by all that is foretold now."""
-        return [trial for trial, (_, foretold) in self._ooms_told if (foretold < self.memory.budget_bytes).all()]
+        return self._ooms_within_budget("foretold")
 
-    @cached_property
-    def _ooms_told(self) -> list[tuple[JudgedTrial, tuple[FloatArray, FloatArray]]]:
-        """The trials that ran out of memory; what each device surely holds in them, and what is foretold at most."""
+    def _ooms_within_budget(self, bound: Literal["sure", "foretold"]) -> list[JudgedTrial]:
+        """The trials that ran out of memory, though every device would hold less than it has by that `Interval`."""
         failed = [trial for trial in self.trials if trial.lacks_memory and not trial.ran]
         if not failed:
             return []
         table = SplitTable.of([trial.split for trial in failed])
-        needed = self.memory.needed(table.steps, table.shards)
-        return list(zip(failed, zip(needed.sure, needed.foretold, strict=True), strict=True))
+        held = getattr(self.memory.needed(table.steps, table.shards), bound)
+        return [failed[row] for row in np.flatnonzero((held < self.memory.budget_bytes).all(axis=1))]
 
     def _part_of_oom(self, table: SplitTable, trial: JudgedTrial) -> FloatArray:
         """(N,) the part that each split has of what ran out of memory, on the device where it is most.
