@@ -32,8 +32,8 @@ class UpperConfidenceBound:
     (`SearchState.distance_to_ooms`).
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
-    may be as little as `most_lost` behind the best is measured, too. And where one split alone has run, and nothing else
-    is worth a trial, a risk counts by its upper confidence bound: that one tells little of what others gain.
+    may be as little as `most_lost` behind the best is measured, too. And where one split alone has run, and nothing
+    else is worth a trial, a risk counts by its upper confidence bound: that one tells little of what others gain.
     """
 
     min_gain: float = 0.01
