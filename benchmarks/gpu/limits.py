@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.readings import sampled
-from benchmarks.gpu.stage import Findings, Measured, Stage, demand_of, mib, tuned, useful_splits
+from benchmarks.gpu.stage import Findings, Measured, Stage, demand_of, in_brief, mib, tuned, useful_splits
 from benchmarks.jobs.gpu_models import tuned_job
 from splittune.errors import NoFeasibleSplitError
 from splittune.hardware import Hardware
@@ -137,21 +137,28 @@ def _under(
                 "headroom_mib": mib(again.memory[0].headroom_bytes) if again.memory else None,
                 "least_free_mib": mib(samples.least_free_bytes),
             }
-            row |= _next_of(every, emitted, job)
-    return row
+            row |= _next_of(every, again, job)
+    return row | {"in_brief": in_brief(result.trials)}
 
 
-def _next_of(every: Mapping[BatchSplit, Measurement], emitted: BatchSplit, job: Measured) -> dict[str, Any]:
-    """The splits that were faster without a limit, least memory first, until one runs under it."""
-    own = every.get(emitted)
-    if own is None or own.throughput is None:
-        same_size = [m for split, m in every.items() if split.micro_batch_size == emitted.micro_batch_size]
-        own = same_size[0] if same_size else None
-    if own is None or own.throughput is None:
+def _next_of(every: Mapping[BatchSplit, Measurement], again: Measurement, job: Measured) -> dict[str, Any]:
+    """The splits that were faster without a limit, least memory first, until one does not train under it.
+
+    In whole steps, as what was emitted was measured `again`: what keeps its headroom in short trials
+    may not keep it there, where micro-batches of two sizes leave the allocator's blocks in pieces.
+    """
+    if again.throughput is None:
         return {"next_steps": None, "next_outcome": "unknown", "regret": None}
-    fastest = own.throughput
+    emitted = every.get(again.split)
+    if emitted is None:
+        emitted = next(
+            (m for split, m in every.items() if split.micro_batch_size == again.split.micro_batch_size), None
+        )
+    if emitted is None or emitted.throughput is None:
+        return {"next_steps": None, "next_outcome": "unknown", "regret": None}
+    known_to_be = emitted.throughput
     faster = sorted(
-        (split for split, m in every.items() if (m.throughput or 0) > (1 + NOISE) * fastest),
+        (split for split, m in every.items() if (m.throughput or 0) > (1 + NOISE) * known_to_be),
         key=lambda split: split.micro_batch_size,
     )
     tried: dict[str, Any] = {
@@ -161,13 +168,13 @@ def _next_of(every: Mapping[BatchSplit, Measurement], emitted: BatchSplit, job: 
         "regret": 0.0,
     }
     for number, split in enumerate(faster):
-        measurement = job.profiler.measure(split)
-        if number == 0:
+        measurement = job.profiler.measure_whole_steps(split)
+        is_better = measurement.outcome is Outcome.OK and (measurement.throughput or 0) > (1 + NOISE) * again.throughput
+        if number == 0 or is_better:
             tried |= {"next_steps": split.accumulation_steps, "next_outcome": measurement.outcome.value}
-        if measurement.outcome is Outcome.OK:
-            tried["regret"] = max(tried["regret"], 1 - fastest / (every[split].throughput or fastest))
-            tried |= {"next_steps": split.accumulation_steps, "next_outcome": measurement.outcome.value}
-        else:
+        if is_better:
+            tried["regret"] = max(tried["regret"], 1 - again.throughput / (measurement.throughput or again.throughput))
+        if measurement.outcome is not Outcome.OK:
             break  # what needs more memory fits no better
     return tried
 

@@ -38,7 +38,7 @@ def jobs(names: Sequence[str]) -> Iterator[Job]:
 
 
 def run(stage: Stage, findings: Findings, *, names: Sequence[str] = tuple(FAMILIES)) -> None:
-    """A row for each trial that was foretold."""
+    """A row for each trial; the first of a job is foretold by none."""
     families: dict[str, Family] = {}
     every = list(jobs(names))
     for number, job in enumerate(every):
@@ -80,20 +80,19 @@ def _job_rows(stage: Stage, findings: Findings, family: Family, job: Job) -> lis
             if measurement.outcome is not Outcome.OK:
                 findings.check(f"{_title(job)} runs at {accumulation_steps} steps", False, measurement.message[:120])
                 break
-            if trials:
-                rows.append(
-                    {
-                        "model": name,
-                        "autocast": "none" if autocast_dtype is None else "bfloat16",
-                        "optimizer": optimizer,
-                        "is_checkpointed": is_checkpointed,
-                        "accumulation_steps": accumulation_steps,
-                        "micro_batch_size": split.micro_batch_size,
-                        "num_known": len(trials),
-                        "is_whole_batch": accumulation_steps == STEPS[-1],
-                        **_beside(measurement, foretold),
-                    }
-                )
+            rows.append(
+                {
+                    "model": name,
+                    "autocast": "none" if autocast_dtype is None else "bfloat16",
+                    "optimizer": optimizer,
+                    "is_checkpointed": is_checkpointed,
+                    "accumulation_steps": accumulation_steps,
+                    "micro_batch_size": split.micro_batch_size,
+                    "num_known": len(trials),
+                    "is_whole_batch": accumulation_steps == STEPS[-1],
+                    **_beside(measurement, foretold),
+                }
+            )
             trials.append(JudgedTrial(measurement=measurement))
     return rows
 
@@ -119,16 +118,18 @@ def _beside(measurement: Measurement, foretold: dict[str, float]) -> dict[str, A
     """What was foretold beside what was measured; errors are foretold over measured, less 1."""
     peak = measurement.memory[0].peak_reserved_bytes
     step_s = measurement.step_time_s
+    least, likely, most = (foretold.get(f"{name}_bytes") for name in ("least", "foretold", "most"))
     return {
         "peak_reserved_mib": mib(peak),
         "peak_allocated_mib": mib(measurement.memory[0].peak_allocated_bytes),
-        "least_mib": mib(foretold["least_bytes"]),
-        "foretold_mib": mib(foretold["foretold_bytes"]),
-        "most_mib": mib(foretold["most_bytes"]),
-        "least_error": relative(foretold["least_bytes"], peak),
-        "peak_error": relative(foretold["foretold_bytes"], peak),
-        "most_error": relative(foretold["most_bytes"], peak),
-        "is_within": foretold["least_bytes"] <= peak <= foretold["most_bytes"],
+        "resting_mib": mib(measurement.memory[0].resting_bytes),
+        "least_mib": mib(least),
+        "foretold_mib": mib(likely),
+        "most_mib": mib(most),
+        "least_error": relative(least, peak),
+        "peak_error": relative(likely, peak),
+        "most_error": relative(most, peak),
+        "is_within": None if least is None or most is None else least <= peak <= most,
         "step_ms": None if step_s is None else 1e3 * step_s,
         "foretold_step_ms": 1e3 * foretold["step_s"] if "step_s" in foretold else None,
         "time_error": relative(foretold.get("step_s"), step_s),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.stage import Findings, Measured, Stage, demand_of, mib, tuned, useful_splits
+from benchmarks.gpu.stage import Findings, Measured, Stage, demand_of, in_brief, mib, tuned, useful_splits
 from benchmarks.jobs.gpu_models import tuned_job
 from benchmarks.peers.finders import PEERS, PeerResult
 from splittune.hardware import Hardware
@@ -85,15 +85,19 @@ def _row(
 
 
 def _every_split(task: TrainingTask, hardware: Hardware, demand: int) -> dict[str, Any]:
-    """Every micro-batch size at its fewest steps; the fastest that keeps the headroom."""
+    """Every micro-batch size at its fewest steps; the fastest that keeps the headroom, in whole steps too."""
     began_s = time.monotonic()
     with Measured(task, hardware, min_headroom_bytes=demand) as job:
         every = [job.profiler.measure(split) for split in reversed(useful_splits(job.global_batch_size))]
-    fitting = [measurement for measurement in every if measurement.outcome is Outcome.OK]
-    best = max(fitting, key=lambda measurement: measurement.throughput or 0.0, default=None)
-    return _row(
-        "every split", None if best is None else best.split, len(every), _num_ooms(every), time.monotonic() - began_s
-    )
+        fitting = [measurement for measurement in every if measurement.outcome is Outcome.OK]
+        fitting.sort(key=lambda measurement: measurement.throughput or 0.0, reverse=True)
+        best = None
+        for measurement in fitting:
+            every.append(job.profiler.measure_whole_steps(measurement.split))
+            if every[-1].outcome is Outcome.OK:
+                best = measurement.split
+                break
+    return _row("every split", best, len(every), _num_ooms(every), time.monotonic() - began_s)
 
 
 def _ours(stage: Stage, task: TrainingTask, hardware: Hardware, demand: int) -> dict[str, Any]:
@@ -101,7 +105,12 @@ def _ours(stage: Stage, task: TrainingTask, hardware: Hardware, demand: int) -> 
     result = tuned(task, hardware, min_headroom_bytes=demand, seed=stage.seed)
     measurements = [trial.measurement for trial in result.trials]
     return _row(
-        "splittune", result.config.split, len(measurements), _num_ooms(measurements), time.monotonic() - began_s
+        "splittune",
+        result.config.split,
+        len(measurements),
+        _num_ooms(measurements),
+        time.monotonic() - began_s,
+        in_brief=in_brief(result.trials),
     )
 
 

@@ -24,9 +24,11 @@ from splittune.options import HEADROOM_FRACTION, SearchOptions
 from splittune.profiling.measurement import Measurement
 from splittune.profiling.profiler import Profiler
 from splittune.runners.in_process import InProcessRunner
+from splittune.search.result import Trial
 from splittune.split import BatchSplit, SplitSpace
 from splittune.training import TrainingTask, read_batches
 from splittune.tuner import tune
+from splittune.units import MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +245,19 @@ def held_bytes(hardware: Hardware) -> tuple[int, int]:
 def demand_of(hardware: Hardware) -> int:
     """The headroom that `autotune` demands by itself."""
     return int(HEADROOM_FRACTION * room_of(hardware))
+
+
+def in_brief(trials: Sequence[Trial]) -> str:
+    """The trials of a search on one card, each with its kind, steps x size, outcome and reserved peak in MiB.
+
+    Such as ``search 4x16 ok 2518; confirm 4x16 no_headroom 2630``.
+    """
+    return "; ".join(
+        f"{trial.kind} {trial.measurement.split.accumulation_steps}x{trial.measurement.split.micro_batch_size} "
+        f"{trial.measurement.outcome.value}"
+        + "".join(f" {m.peak_reserved_bytes / MIB:.0f}" for m in trial.measurement.memory)
+        for trial in trials
+    )
 
 
 def mib(num_bytes: float | None) -> float | None:

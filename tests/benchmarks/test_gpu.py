@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,10 +25,12 @@ from benchmarks.gpu import truth as gpu_truth
 from benchmarks.gpu import worker as gpu_worker
 from benchmarks.gpu.readings import Trace, Window, blocks_held, sampled, traced
 from benchmarks.gpu.stage import Findings, Stage, useful_splits
+from benchmarks.jobs.gpu_models import tuned_job
 from benchmarks.jobs.zoo import ZOO
 from benchmarks.peers.finders import accelerate_executable
 from splittune.hardware import resolve_hardware
 from splittune.profiling import watch
+from splittune.profiling.measurement import Measurement, Outcome
 from splittune.runners.foretell import foretell
 from splittune.split import BatchSplit
 from splittune.training import read_batches
@@ -154,6 +157,28 @@ def test_what_is_emitted_under_a_limit_fits(stage):
     (row,) = findings.rows
     assert row["fits"]
     assert row["next_outcome"] in ("out_of_memory", "no_headroom", "none is faster")
+    assert row["in_brief"].startswith("search 8x1 ok ")
+
+
+def test_what_lacks_headroom_in_whole_steps_alone_is_no_loss(stage):
+    """Short trials of every larger size keep it: complete steps are believed, up to the first that lacks it."""
+    task = tuned_job(stage.sizes, stage.seed)()
+    every = gpu_limits.measure_every(stage.hardware, task)
+    splits = sorted(every, key=lambda split: split.micro_batch_size)
+    slow, lacking = every[splits[0]], splits[1]
+
+    def measured(split: BatchSplit) -> Measurement:
+        return replace(every[split], outcome=Outcome.NO_HEADROOM if split == lacking else Outcome.OK)
+
+    job = SimpleNamespace(profiler=SimpleNamespace(measure_whole_steps=measured))
+    row = gpu_limits._next_of(every, slow, job)
+    assert (row["next_steps"], row["next_outcome"]) == (lacking.accumulation_steps, "no_headroom")
+    assert row["regret"] == 0
+
+    lacking = splits[2]
+    row = gpu_limits._next_of(every, slow, job)
+    assert row["next_steps"] == splits[1].accumulation_steps
+    assert row["regret"] == pytest.approx(1 - slow.throughput / every[splits[1]].throughput)
 
 
 def test_a_neighbour_that_grows_is_told(stage, monkeypatch):
@@ -166,11 +191,14 @@ def test_a_neighbour_that_grows_is_told(stage, monkeypatch):
 
 
 def test_peaks_and_times_are_foretold(stage):
-    """A row for each trial but the first, with an interval and a time, and a summary that fails
-    nothing in a rehearsal."""
+    """A row for each trial, with an interval for all but the first of a job and with a time, and a
+    summary that fails nothing in a rehearsal."""
     findings = found_by(gpu_model_errors.run, stage, names=["MLP"])
-    assert len(findings.rows) == 4 * (len(gpu_model_errors.STEPS) - 1)
-    assert all(row["least_mib"] <= row["foretold_mib"] <= row["most_mib"] for row in findings.rows)
+    assert len(findings.rows) == 4 * len(gpu_model_errors.STEPS)
+    foretold = [row for row in findings.rows if row["num_known"]]
+    assert len(foretold) == 4 * (len(gpu_model_errors.STEPS) - 1)
+    assert all(row["least_mib"] <= row["foretold_mib"] <= row["most_mib"] for row in foretold)
+    assert all(row["resting_mib"] <= row["peak_allocated_mib"] <= row["peak_reserved_mib"] for row in findings.rows)
     assert all(row["time_error"] is not None for row in findings.rows if row["is_whole_batch"])
     assert not findings.failures
 
