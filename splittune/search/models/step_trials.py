@@ -35,8 +35,10 @@ class StepTrials:
     """(R,) logarithms of seconds a step."""
     micro_step_s: FloatArray
     """(R,) seconds of a micro-step; of whole steps alone, an equal part of one."""
-    tells_micro_steps: FloatArray
-    """(R,) 1 where a micro-step was timed by itself, 0 where whole steps alone were."""
+    update_s: FloatArray
+    """(R,) seconds of an update; of whole steps alone, all of one."""
+    tells_parts: FloatArray
+    """(R,) 1 where a micro-step and an update were timed by themselves, 0 where whole steps alone were."""
     counts: StepCounts
     tells_busy: bool
     """Whether every trial has busy times."""
@@ -56,7 +58,8 @@ class StepTrials:
             shards=shards,
             log_step_s=np.log(np.array([run.step_time_s for run in runs], dtype=float)),
             micro_step_s=np.array([_micro_step_s(run) for run in runs]),
-            tells_micro_steps=np.array([float(run.micro_step_time_s is not None) for run in runs]),
+            update_s=np.array([run.update_time_s or run.step_time_s for run in runs], dtype=float),
+            tells_parts=np.array([float(run.micro_step_time_s is not None) for run in runs]),
             counts=StepCounts.of(steps, shards),
             tells_busy=all(run.device_busy_s is not None for run in runs),
             kinds=totals_of(runs[0]) if kinds is None else tuple(kinds),

@@ -201,6 +201,18 @@ def test_an_update_may_be_all_the_links() -> None:
     assert predicted(model, alone)[0] * np.exp(-doubts(model, alone)[0]) <= truth(problem, alone)[0]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_update_tells_by_itself_what_many_micro_steps_hide(seed: int) -> None:
+    """With two cards an update takes 610 ms and alone 10, beside 256 micro-steps of 170 ms with noise of 2 %. By whole
+    steps alone the whole batch on one card is foretold up to 55 % too long."""
+    times = [CardTime(launch_s=0.001, sample_s=0.0004)] * 2
+    problem = job(2, B=2048, times=times, micro_step_s=0.17, update_s=0.01, reduce_s=0.6, noise=0.02)
+    problem.seed = seed
+    model = model_of(problem, [*(even(2048, k, 2) for k in (64, 8, 2, 1)), split(2048, 256, 8, 0)])
+    alone = split(2048, 1, 2048, 0)
+    assert predicted(model, alone) == pytest.approx(truth(problem, alone), rel=0.02)
+
+
 def test_a_host_that_launches_for_all_is_found() -> None:
     """Where the cards wait for the host, a larger share of a small micro-batch takes no longer."""
     problem = job(4, B=B, replica_s=0.020, times=[CardTime(launch_s=0.001, sample_s=0.001)] * 4, micro_step_s=0.001)
@@ -297,10 +309,10 @@ def test_a_micro_steps_own_time_tells_the_update_from_the_gathering_of_gradients
 
 def test_links_and_further_cards_that_nothing_tells_apart_are_both_believed() -> None:
     """One card's step is faster than two cards': for GPU 1's samples, or since there is one more. GPU 1 alone, which
-    takes 41 ms, is foretold 71 ms, give or take 35 %."""
+    takes 41 ms, is foretold 58 ms, give or take 60 %."""
     problem = job(2, B=13, shares="each", micro_step_s=0.0, output_s=0.002)
-    model = model_of(problem, [even(13, 7, 2), split(13, 1, 6, 7), split(13, 1, 13, 0)])
+    model = model_of(problem, [split(13, 2, 3, 4), split(13, 1, 13, 0)])
     alone = split(13, 1, 0, 13)
     off = np.log(predicted(model, alone) / truth(problem, alone))
-    assert 0.3 < doubts(model, alone)[0] < 0.5
+    assert 0.5 < doubts(model, alone)[0] < 0.7
     assert abs(off[0]) < 2 * doubts(model, alone)[0]
