@@ -224,6 +224,7 @@ class MemoryModel:
         live = np.maximum(live, self._readings.update_bytes(device))
         held = live + overhead.most(live)
         unseen = held - self._readings.seen(device, sizes)
+        unseen = np.where(self._readings.held_more(device, sizes, accumulates=accumulates), 0.0, unseen)
         return held, live + overhead.after_flush(live), np.maximum(unseen, np.maximum(REACH * held, QUANTUM_BYTES))
 
     # --- fitting ---------------------------------------------------------------------------------

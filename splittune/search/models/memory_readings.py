@@ -9,7 +9,7 @@ import numpy as np
 
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement
-from splittune.search.arrays import FloatArray
+from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.groups import grouped
 from splittune.split import BatchSplit
@@ -277,6 +277,19 @@ class MemoryReadings:
         """
         held = self._held_by_alike(device)
         return np.asarray(np.where((held[:, None, :2] <= sizes).all(axis=2), held[:, 2:], 0.0).max(axis=0, initial=0.0))
+
+    def held_more(self, device: int, sizes: FloatArray, *, accumulates: bool) -> BoolArray:
+        """(N,) whether a trial of the device, or of one `alike`, demanded no less than `sizes`, (N, 2).
+
+        Beyond such sizes nothing is unseen. Trials that accumulate tell of those that do not, too: they hold more.
+        """
+        ran = [
+            size_of(one, run.split)
+            for one in self.alike(device)
+            for run in self.runs
+            if (run.split.accumulation_steps > 1) >= accumulates
+        ]
+        return np.asarray((np.array(ran).reshape(-1, 1, 2) >= sizes).all(axis=2).any(axis=0))
 
     def _held_by_alike(self, device: int) -> FloatArray:
         """(R, 3) size and bytes held, of each trial in which it took part."""

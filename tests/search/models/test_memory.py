@@ -322,6 +322,17 @@ def test_the_margin_is_put_on_what_no_trial_has_shown() -> None:
     assert far > 2
 
 
+def test_less_than_was_held_is_no_growth() -> None:
+    """GPU 0 gathers 2 samples of a card where it gathered 4, in a step that accumulates, too: no margin counts."""
+    problem = job([card_memory(is_first=True, output=50), card_memory()], B=B)
+    model = MemoryModel(trials(problem, [split(B, 16, 0, 4)]), 2)
+    told = interval(model, split(B, 32, 0, 2), split(B, 8, 0, 8))
+    assert model.margin == 1
+    fewer, more = told.most[:, 0] / told.foretold[:, 0]
+    assert fewer < 1.06
+    assert more > 1.1
+
+
 def test_what_the_allocator_reserved_beside_is_not_sure_to_come_again() -> None:
     """A tenth was reserved beyond what was allocated with 1, 2 and 4 samples; with 8 there may be no gaps at all."""
     problem = job([card_memory(is_first=True, sample=1000), card_memory(sample=1000)], B=B)
