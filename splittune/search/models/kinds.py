@@ -21,6 +21,8 @@ TIMES_OTHERS = 3
 # Devices that took as long alone, up to this part, are of one kind. A choice, above the noise of most
 # clocks. Larger, and slower devices hide among faster ones; smaller, and each device is learned alone.
 ALIKE = 0.04
+# Unless smaller shares took as long up to this part: launches took longest then, and tell nothing of devices. A choice.
+LEAST_GROWTH = 0.1
 
 
 def separable_kinds(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...] | None:
@@ -38,17 +40,22 @@ def separable_kinds(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[i
 
 
 def kinds_of(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...] | None:
-    """The `separable_kinds`, and as one those that took as long when each was alone; None before a trial ran."""
+    """The `separable_kinds`, and as one those that took as long when each was alone; None before a trial ran.
+
+    With a share that took longer than smaller ones. Worked: two devices take 103 ms alone with 6 samples each, and
+    one sample on each takes 109: they may differ in speed.
+    """
     kinds = separable_kinds(space, trials)
     if kinds is None or space.shares == "gpu0":
         return kinds
     alone = seconds_alone(kinds, trials)
 
     def agreement(one: int, other: int) -> int:
-        """The largest share with which both took as long; 0 where they did not with any."""
+        """The largest share that tells, with which both took as long; 0 where they did not with any."""
         common = alone[one].keys() & alone[other].keys()
         agree = all(abs(np.log(alone[one][share] / alone[other][share])) < ALIKE for share in common)
-        return max(common, default=0) if agree else 0
+        telling = [share for share in common if is_longer_than_smaller(share, alone[one][share], trials)]
+        return max(telling, default=0) if agree else 0
 
     number = {kind: group[0] for group in grouped(sorted(alone), agreement) for kind in group}
     return tuple(number[kind] for kind in kinds)
@@ -62,6 +69,19 @@ def seconds_alone(kinds: Sequence[int], trials: Sequence[JudgedTrial]) -> dict[i
         if kind is not None and step_s is not None:
             alone[kind][max(trial.split.shard_sizes)] = step_s / trial.split.accumulation_steps
     return alone
+
+
+def is_longer_than_smaller(share: int, seconds: float, trials: Sequence[JudgedTrial]) -> bool:
+    """Whether a micro-step of `seconds` took longer, by `LEAST_GROWTH`, than one whose largest share was smaller.
+
+    True where none was smaller.
+    """
+    smaller = [
+        step_s / trial.split.accumulation_steps
+        for trial in trials
+        if (step_s := trial.measurement.step_time_s) is not None and max(trial.split.shard_sizes) < share
+    ]
+    return seconds > (1 + LEAST_GROWTH) * min(smaller, default=0.0)
 
 
 def kind_alone(shards: Sequence[int], kinds: Sequence[int]) -> int | None:
