@@ -74,14 +74,14 @@ def seconds_alone(kinds: Sequence[int], trials: Sequence[JudgedTrial]) -> dict[i
 def is_longer_than_smaller(share: int, seconds: float, trials: Sequence[JudgedTrial]) -> bool:
     """Whether a micro-step of `seconds` took longer, by `LEAST_GROWTH`, than one whose largest share was smaller.
 
-    True where none was smaller.
+    True where none was tried that was smaller, and False of a single sample: nothing is.
     """
     smaller = [
         step_s / trial.split.accumulation_steps
         for trial in trials
         if (step_s := trial.measurement.step_time_s) is not None and max(trial.split.shard_sizes) < share
     ]
-    return seconds > (1 + LEAST_GROWTH) * min(smaller, default=0.0)
+    return share > 1 and seconds > (1 + LEAST_GROWTH) * min(smaller, default=0.0)
 
 
 def kind_alone(shards: Sequence[int], kinds: Sequence[int]) -> int | None:

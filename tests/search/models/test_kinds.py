@@ -39,6 +39,11 @@ def test_cards_that_took_as_long_are_alike_where_no_smaller_share_was_tried() ->
     assert told(ALONE, 0.01, 0.01) == (0, 0)
 
 
+def test_a_single_sample_tells_nothing() -> None:
+    """Two cards of unlike speed take 100 ms for one: the host decides."""
+    assert told([split(B, 64, 1, 0), split(B, 64, 0, 1)], 0.01, 0.09) == (0, 1)
+
+
 def test_what_took_longer_than_smaller_shares_tells() -> None:
     """Of one card's 4, 8 and 32 samples, behind a host that takes 100 ms, the last take longer."""
     problem = job(1, B=B, times=[CardTime(launch_s=0.001, sample_s=0.01)], replica_s=0.1, micro_step_s=0.0)
