@@ -206,7 +206,8 @@ class MemoryModel:
         """(7, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
         envelope = self._envelopes[device, accumulates]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
-        most = held + self.margin * unseen
+        again = self._readings.held_at(device, sizes, accumulates=accumulates)
+        held, most = np.minimum(held, again), np.minimum(held + self.margin * unseen, again)
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
         sure, least = np.minimum(sure, most), np.minimum(least, most)

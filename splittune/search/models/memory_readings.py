@@ -278,6 +278,18 @@ class MemoryReadings:
         held = self._held_by_alike(device)
         return np.asarray(np.where((held[:, None, :2] <= sizes).all(axis=2), held[:, 2:], 0.0).max(axis=0, initial=0.0))
 
+    def held_at(self, device: int, sizes: FloatArray, *, accumulates: bool) -> FloatArray:
+        """(N,) the most reserved bytes of the device's own trials at just these `sizes`, (N, 2); infinite without one.
+
+        The same requests in the same order are laid out alike, whatever the other devices do.
+        """
+        told = np.full(len(sizes), -np.inf)
+        for run in self.runs:
+            if (run.split.accumulation_steps > 1) == accumulates:
+                is_same = (sizes == size_of(device, run.split)).all(axis=1)
+                told[is_same] = np.maximum(told[is_same], run.memory[device].peak_reserved_bytes)
+        return np.where(np.isneginf(told), np.inf, told)
+
     def held_more(self, device: int, sizes: FloatArray, *, accumulates: bool) -> BoolArray:
         """(N,) whether a trial of the device, or of one `alike`, demanded no less than `sizes`, (N, 2).
 

@@ -209,3 +209,12 @@ def test_a_larger_size_was_held_only_in_as_much_of_a_step() -> None:
     single = peaks(ran(split(B, 1, 16, 16), 500, 400))
     assert not single.held_more(0, sizes, accumulates=True).any()
     assert single.held_more(0, sizes, accumulates=False).all()
+
+
+def test_the_same_size_holds_as_much_again() -> None:
+    """What GPU 1 held with four samples it holds beside any others, where gradients stay as they did; GPU 0 gathers."""
+    told = peaks(ran(split(B, 4, 4, 4), 500, 400), ran(split(B, 4, 3, 5), 450, 480), ran(split(B, 5, 3, 4), 430, 410))
+    sizes = np.array([[4.0, 0.0], [5.0, 0.0], [6.0, 0.0]])
+    assert (told.held_at(1, sizes, accumulates=True) / MIB).tolist() == [410, 480, np.inf]
+    assert np.isinf(told.held_at(1, sizes, accumulates=False)).all()
+    assert (told.held_at(0, np.array([[4.0, 8.0], [4.0, 9.0]]), accumulates=True) / MIB).tolist() == [500, np.inf]
