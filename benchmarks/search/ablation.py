@@ -34,6 +34,7 @@ from benchmarks.search.judge import GENERATORS, MAX_TRIALS, RESULTS, judged, see
 from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
 from splittune.search import find_best_split, study
+from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.models import kinds, weighing
 from splittune.search.models.busy_times import BusyTimes
 from splittune.search.models.calibration import Calibration
@@ -52,6 +53,18 @@ FACTORS: dict[str, float] = {"nothing": 0.0, "halved": 0.5, "doubled": 2.0}
 # What is no choice: which column is which, a unit, and what only a type checker reads.
 NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH", "MIB", "TYPE_CHECKING")
 # Parts of the models and of the candidates: where each is, and what is left without it.
+
+
+def _no_larger(_: MemoryReadings, _device: int, sizes: FloatArray, **_kind: bool) -> BoolArray:
+    """No trial held more."""
+    return np.zeros(len(sizes), dtype=bool)
+
+
+def _not_held(_: MemoryReadings, _device: int, sizes: FloatArray, **_kind: bool) -> FloatArray:
+    """No trial held as much."""
+    return np.full(len(sizes), np.inf)
+
+
 PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("tiles", weighing, "TILES", ()),
     ("waiting for the host", weighing, "HOST_PARTS", ()),
@@ -60,11 +73,14 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, log: [(log, self._at(ratios)[1])]),
     ("ratios as each kind alone says", WholeSteps, "_ratios_alone", lambda _: []),
     ("GPU 0's own work, without busy times", WholeSteps, "_with_work_of_gpu0", lambda *_: []),
+    ("waiting for the host, without busy times", WholeSteps, "_waiting_for_the_host", lambda *_: []),
     ("fewer devices may be faster", Hypothesis, "optimistic_step_s", lambda self, *step: self.step_s(*step)),
     ("doubt of a kind", TimeModel, "_doubt_of_kind", lambda *asked: np.zeros(len(asked[-1]))),
     ("calibration", Calibration, "doubt", 1.0),
     ("kinds that took as long", kinds, "grouped", lambda found, _: [(one,) for one in found]),
     ("distance to OOMs", SearchState, "distance_to_ooms", lambda _, table: np.ones(len(table))),
+    ("no margin below what was held", MemoryReadings, "held_more", _no_larger),
+    ("the same again", MemoryReadings, "held_at", _not_held),
     ("what a forward leaves", MemoryReadings, "saved", lambda *_: []),
     ("how much of a peak that is", MemoryReadings, "saved_part", lambda *_: 0.0),
     ("the least by chords", Envelope, "least", Envelope.sure),

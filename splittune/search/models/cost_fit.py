@@ -31,7 +31,8 @@ def fit_costs(trials: StepTrials, slowest_s: FloatArray, *, with_links: bool) ->
     # trials do not tell these apart
     in_update = np.array([0, 0, 1, 1, *[0] * len(links)])
     of_micro_step, of_update = matrix / trials.steps[:, None] * (1 - in_update), matrix * in_update
-    weights, of_updates = (PART_WEIGHT * trials.tells_parts / seconds for seconds in (micro_s, update_s))
+    weights = PART_WEIGHT * trials.tells_micro_steps / micro_s
+    of_updates = PART_WEIGHT * trials.tells_updates / update_s
     left_of_steps = np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s
     left_of_micro_steps = np.maximum(micro_s - slowest_s, 0.0) * weights
     costs = non_negative(

@@ -21,7 +21,8 @@ TIMES_OTHERS = 3
 # Devices that took as long alone, up to this part, are of one kind. A choice, above the noise of most
 # clocks. Larger, and slower devices hide among faster ones; smaller, and each device is learned alone.
 ALIKE = 0.04
-# Unless smaller shares took as long up to this part: launches took longest then, and tell nothing of devices. A choice.
+# A device whose largest share takes up to this part longer than a smaller one has told nothing of its speed: launches
+# took longest. A choice, five times the tolerance of busy times that count as equal.
 LEAST_GROWTH = 0.1
 
 

@@ -15,6 +15,7 @@ from splittune.search.models.curves import DOUBT_OF_ONE_SHARE, Curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis, StepCounts
 from splittune.search.models.hypothesis_fit import fit_hypotheses
+from splittune.search.models.kinds import LEAST_GROWTH
 from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
 
 # Relative standard deviation of the residuals before trials say more. A choice. Larger, and splits
@@ -34,9 +35,6 @@ JITTER = 1e-8
 MAX_HYPOTHESES = 4
 # If they are believed this much beside the likeliest. A choice.
 WORTH_BELIEVING = 0.15
-# A device whose own largest share takes up to this part longer than a single sample has told nothing of its
-# speed. A choice, five times the tolerance of busy times that count as equal.
-LEAST_GROWTH = 0.1
 # A share that takes no longer than the slowest device's at this ratio of speeds is taken not to
 # matter. A choice.
 LARGEST_RATIO = 3.0

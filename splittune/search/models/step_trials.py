@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from splittune.profiling.measurement import Measurement
+from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, Measurement
 from splittune.profiling.noise import relative_standard_error
 from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.judged_trials import JudgedTrial
@@ -35,10 +35,12 @@ class StepTrials:
     """(R,) logarithms of seconds a step."""
     micro_step_s: FloatArray
     """(R,) seconds of a micro-step; of whole steps alone, an equal part of one."""
+    tells_micro_steps: FloatArray
+    """(R,) 1 where a micro-step was timed by itself, 0 where whole steps alone were."""
     update_s: FloatArray
-    """(R,) seconds of an update; of whole steps alone, all of one."""
-    tells_parts: FloatArray
-    """(R,) 1 where a micro-step and an update were timed by themselves, 0 where whole steps alone were."""
+    """(R,) seconds of what happens once a step; of whole steps alone, all of one."""
+    tells_updates: FloatArray
+    """(R,) 1 where these hold what is copied once a step, too: in rounds of fewer than three micro-steps those do."""
     counts: StepCounts
     tells_busy: bool
     """Whether every trial has busy times."""
@@ -59,7 +61,8 @@ class StepTrials:
             log_step_s=np.log(np.array([run.step_time_s for run in runs], dtype=float)),
             micro_step_s=np.array([_micro_step_s(run) for run in runs]),
             update_s=np.array([run.update_time_s or run.step_time_s for run in runs], dtype=float),
-            tells_parts=np.array([float(run.micro_step_time_s is not None) for run in runs]),
+            tells_micro_steps=np.array([float(run.micro_step_time_s is not None) for run in runs]),
+            tells_updates=(steps >= KINDS_OF_MICRO_STEP) * np.array([float(bool(run.update_times_s)) for run in runs]),
             counts=StepCounts.of(steps, shards),
             tells_busy=all(run.device_busy_s is not None for run in runs),
             kinds=totals_of(runs[0]) if kinds is None else tuple(kinds),
@@ -74,8 +77,9 @@ class StepTrials:
             shards=self.shards[chosen],
             log_step_s=self.log_step_s[chosen],
             micro_step_s=self.micro_step_s[chosen],
+            tells_micro_steps=self.tells_micro_steps[chosen],
             update_s=self.update_s[chosen],
-            tells_parts=self.tells_parts[chosen],
+            tells_updates=self.tells_updates[chosen],
             counts=self.counts.where(chosen),
         )
 
