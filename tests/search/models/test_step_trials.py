@@ -44,3 +44,13 @@ def test_the_noise_is_that_of_the_trial_in_the_middle() -> None:
     wild = replace(ran[0].measurement, micro_step_times_s=(0.1, 0.2, 0.3))
     assert StepTrials.of([JudgedTrial(measurement=wild), *ran[1:]]).noise == LEAST_NOISE
     assert StepTrials.of([JudgedTrial(measurement=wild)]).noise == pytest.approx(1.25 * 0.1 / 3**0.5 / 0.2, rel=0.01)
+
+
+def test_an_update_tells_by_itself_from_three_micro_steps_on() -> None:
+    """In rounds of one or two micro-steps these hold what is copied once a step; whole steps alone tell neither."""
+    ran = trials(job(2, B=64), [even(64, k, 2) for k in (1, 2, 3, 32)])
+    told = StepTrials.of(ran)
+    assert told.tells_micro_steps.tolist() == [1, 1, 1, 1]
+    assert told.tells_updates.tolist() == [0, 0, 1, 1]
+    whole = replace(ran[3].measurement, micro_step_times_s=(), update_times_s=(), whole_step_times_s=(1.0,))
+    assert StepTrials.of([JudgedTrial(measurement=whole)]).tells_updates.tolist() == [0]
