@@ -144,17 +144,11 @@ def _under(
 def _next_of(every: Mapping[BatchSplit, Measurement], again: Measurement, job: Measured) -> dict[str, Any]:
     """The splits that were faster without a limit, least memory first, until one does not train under it.
 
-    In whole steps, as what was emitted was measured `again`: what keeps its headroom in short trials
-    may not keep it there, where micro-batches of two sizes leave the allocator's blocks in pieces.
+    In whole steps, as what was emitted was measured `again`: these can reserve more than short trials.
+    `every` has each size of a micro-batch once.
     """
-    if again.throughput is None:
-        return {"next_steps": None, "next_outcome": "unknown", "regret": None}
-    emitted = every.get(again.split)
-    if emitted is None:
-        emitted = next(
-            (m for split, m in every.items() if split.micro_batch_size == again.split.micro_batch_size), None
-        )
-    if emitted is None or emitted.throughput is None:
+    emitted = next((m for split, m in every.items() if split.micro_batch_size == again.split.micro_batch_size), None)
+    if again.throughput is None or emitted is None or emitted.throughput is None:
         return {"next_steps": None, "next_outcome": "unknown", "regret": None}
     known_to_be = emitted.throughput
     faster = sorted(

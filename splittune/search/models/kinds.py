@@ -43,8 +43,8 @@ def separable_kinds(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[i
 def kinds_of(space: SplitSpace, trials: Sequence[JudgedTrial]) -> tuple[int, ...] | None:
     """The `separable_kinds`, and as one those that took as long when each was alone; None before a trial ran.
 
-    With a share that took longer than smaller ones. Worked: two devices take 103 ms alone with 6 samples each, and
-    one sample on each takes 109: they may differ in speed.
+    They did so with a share that took longer than smaller ones did. Worked: two devices take 103 ms alone with 6
+    samples each, and one sample on each takes 109: they may differ in speed.
     """
     kinds = separable_kinds(space, trials)
     if kinds is None or space.shares == "gpu0":

@@ -44,7 +44,8 @@ GPU0_PENALTY = 1.0
 # What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: the likeliest
 # is where ratios are sought from, so denser parts save few tries.
 FLOORS = tuple(np.linspace(0.0, 0.9, 10))
-# Micro-steps of as many devices that took as long as the shortest, up to this part, waited for the host. A choice.
+# Micro-steps that took as long for each device as the shortest, up to this part, may have waited for the host. A
+# choice, above the noise of most clocks. Larger, and steps that a slow card decides are taken for such.
 AS_SHORT = 0.02
 # What a hypothesis in which they did lacks in log prior. A choice: it has one coefficient more.
 HOST_PENALTY = 1.0
@@ -209,10 +210,11 @@ class WholeSteps:
         return weighed
 
     def _waiting_for_the_host(self, ratios: FloatArray) -> list[Weighed]:
-        """Where the shortest micro-steps waited for the host's thread, for one device after the other.
+        """Where the shortest micro-steps, by device, waited for the host's thread: it launches for one after the other.
 
-        The ratios are those of the other trials. None where no two of unlike largest shares took as long. Worked: over
-        eight devices 1, 6 and 16 samples take 4.6 s and 23 take 5.4 s, and GPU 0 alone takes 2.2 s for 32.
+        The ratios are sought by the other trials. None where no two of unlike largest shares took as long. Worked: over
+        eight devices 1, 6 and 16 samples take 4.6 s and 23 take 5.4 s, and GPU 0 alone takes 2.2 s for 32: the host
+        needs 0.58 s for each device, and what 1, 6 and 16 samples took tells nothing of the devices.
         """
         trials, active = self.trials, self.trials.counts.active_devices
         host_s = float((trials.micro_step_s / active).min())
@@ -235,6 +237,7 @@ class WholeSteps:
 
     @staticmethod
     def _log_prior(ratios: FloatArray) -> float:
+        """Of ratios, (n,): each that differs counts once, by `RATIO_PENALTY`."""
         return -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum())
 
     def _at(self, ratios: FloatArray, gpu0_part: float = 0.0) -> Weighed:
