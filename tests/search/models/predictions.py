@@ -1,4 +1,4 @@
-"""What a time model says of splits, and what is true."""
+"""What models of time and of memory say of splits, and what is true."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.problems.problem import Problem
-from splittune.search import TimeModel
+from splittune.search import MemoryModel, TimeModel
+from splittune.search.models.memory import Interval
 from splittune.split import BatchSplit
 from tests.search.problem import rows, trials
 
@@ -29,3 +30,12 @@ def truth(problem: Problem, *wanted: BatchSplit) -> NDArray[np.float64]:
 
 def model_of(problem: Problem, tried: Sequence[BatchSplit]) -> TimeModel:
     return TimeModel(trials(problem, tried))
+
+
+def interval(model: MemoryModel, *wanted: BatchSplit) -> Interval:
+    return model.needed(*rows(wanted))
+
+
+def truth_of(problem: Problem, wanted: Sequence[BatchSplit]) -> NDArray[np.float64]:
+    """Reserved bytes."""
+    return problem.reserved(*rows(wanted))
