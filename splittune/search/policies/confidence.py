@@ -11,10 +11,6 @@ from splittune.search.candidates.acquisition import CandidateScores
 from splittune.search.policies.base import MOST_DOUBT, Proposal, SearchState
 from splittune.units import format_bytes
 
-# How likely a split that runs keeps its headroom, at least. A choice: where memory jumps, it takes less than the
-# convex models hold possible. Larger: more trials of splits that keep too little.
-LEAST_KEPT = 0.01
-
 
 @dataclass(frozen=True, slots=True)
 class UpperConfidenceBound:
@@ -25,11 +21,10 @@ class UpperConfidenceBound:
     (`Calibration`), and while they were off by more than `MOST_DOUBT`, splits that surely fit are measured whatever
     they promise: a search does not end on models that were wrong just now.
 
-    A risk is worth the improvement to be expected. Worked: 0.3 with a chance of 0.8 to run is worth
-    ``0.8 x 0.3 - 0.2 x 0.7 = 0.1``, and a trial; with a chance of 0.7 it is worth nothing. A trial that runs and lacks
-    headroom still tells how much: the gain counts by the cube root of the chance that a split which runs keeps it,
-    `LEAST_KEPT` at least. What ran out of memory is far from what is risked next
-    (`SearchState.distance_to_ooms`).
+    A risk is worth the expected improvement times the probability of feasibility, less the probability of an OOM times
+    its price. Worked: 0.3 that keeps its headroom with a chance of 0.7, and runs with one of 0.8, is worth
+    ``0.7 x 0.3 - 0.2 x 0.7 = 0.07``, and a trial; if it runs with a chance of 0.7 it is worth nothing. What ran out of
+    memory is far from what is risked next (`SearchState.distance_to_ooms`).
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
     may be as little as `most_lost` behind the best is measured, too. And where one split alone has run, and nothing
@@ -91,8 +86,7 @@ class UpperConfidenceBound:
 
         All in logarithms of time.
         """
-        kept = np.cbrt(np.maximum(_fits(state, scores) / np.maximum(scores.runs, 1e-9), LEAST_KEPT))
-        worth = gain * kept * scores.runs - price * (1 - scores.runs)
+        worth = _fits(state, scores) * gain - price * (1 - scores.runs)
         return np.where(state.is_grown_slowly(scores.table), worth, -np.inf)
 
     @staticmethod

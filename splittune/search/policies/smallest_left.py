@@ -21,7 +21,8 @@ class SmallestLeft:
     when the models see no candidate any more. Of splits with the same micro-batch, the one with the
     fewest samples on the devices that likely ran out of memory comes first, then the one with the
     most steps. One step holds one copy of the gradients less, and may fit where no accumulation does:
-    then the whole batch is split, evenly first, and from then on beneath the shares that failed.
+    then the whole batch is split, as it likeliest fits where a trial told what is held, else evenly first and
+    from then on beneath the shares that failed.
     Where splits are too many to list, those listed and those beneath failures may all be ruled out: then
     what failed with some samples moved to another device is tried, until no failure leaves any open.
     """
@@ -44,8 +45,15 @@ class SmallestLeft:
         if not len(table):
             return None
         reason = "nothing fits that accumulates: the whole batch at once"
-        split = table.split(self._furthest_from_failures(table, state))
+        likeliest = self._likeliest(table, state)
+        split = likeliest.split(self._furthest_from_failures(likeliest, state))
         return Proposal(split=split, kind="whole batch", reason=reason)
+
+    @staticmethod
+    def _likeliest(table: SplitTable, state: SearchState) -> SplitTable:
+        """The rows that likeliest fit, by what was held in the trials that ran; all where nothing tells them apart."""
+        chances = state.memory.needed(table.steps, table.shards).chance_below(state.limits)
+        return table.where(chances >= chances.max())
 
     @staticmethod
     def _smallest(table: SplitTable, state: SearchState) -> int:

@@ -172,6 +172,19 @@ def test_a_risk_is_taken_for_what_it_promises_not_for_what_is_unknown() -> None:
     assert proposal.split.shard_sizes == (2, 2)
 
 
+def test_a_risk_counts_by_the_chance_that_it_keeps_its_headroom() -> None:
+    """Two on each card run with the same chance whatever is demanded; where 950 MiB more must stay free they are worth
+    no trial, and what surely fits gets it."""
+    problem = job([card_memory(is_first=True, sample=3000, total=7400), card_memory(sample=3000, total=7400)], B=14)
+    kinds = []
+    for demanded in (0, 950 * MIB):
+        proposer = Proposer(problem.space(), (demanded,) * 2)
+        proposal = UpperConfidenceBound().propose(proposer.state([trial(problem, even(14, 7, 2), (demanded,) * 2)]))
+        assert proposal is not None
+        kinds.append((proposal.kind, proposal.split.shard_sizes))
+    assert kinds == [("risky", (2, 2)), ("improve", (0, 1))]
+
+
 def test_a_search_does_not_end_with_the_one_split_that_ran() -> None:
     """A second one ran out of memory, and nothing safe is left: what runs with a chance of 94 % is worth its upper
     confidence bound, though little is to be expected of it.

@@ -44,6 +44,20 @@ def test_a_single_step_is_tried_where_nothing_fits_that_accumulates() -> None:
     assert not any(trial.fits for trial in trials[:whole])
 
 
+def test_of_a_single_step_the_split_that_likeliest_fits_is_tried_where_memory_was_read() -> None:
+    """Accumulating leaves GPU 0 too little headroom. Of 600 samples at once it holds 162, and the others have room: an
+    even third would run out of memory."""
+    replica = card_memory(parameters=1000, stays=1, sample=12, total=9000)
+    gpu0 = card_memory(is_first=True, parameters=1000, stays=1, sample=12, total=3100)
+    problem = job([replace(gpu0, update=1000 * MIB), replica, replica], B=600)
+    proposals, trials = search(problem)
+    whole = next(place for place, one in enumerate(proposals) if one.kind == "whole batch")
+    assert any(trial.ran for trial in trials[:whole])
+    assert not any(trial.fits for trial in trials[:whole])
+    assert not problem.runs(even(600, 1, 3))
+    assert trials[whole].fits
+
+
 def test_of_a_single_step_shares_of_gpu0_are_halved() -> None:
     """The whole batch fits with 4 of 16 samples on GPU 0 alone: 5 are too many for it, and 3 leave 7 to another."""
     problem = linear_job(B=16, num_devices=3, total_mib=(450, 650, 650), gradients_mib=900.0, oom="named")

@@ -88,6 +88,19 @@ def test_a_card_that_had_no_share_yet_is_asked_with_one_sample() -> None:
     assert wanted.split == split(5, 5, 1, 0, 0, 0)
 
 
+def test_a_kind_is_not_asked_where_it_may_well_run_out() -> None:
+    """GPU 0 had no share yet: a sample keeps its headroom with a chance of 82 % in 1,100 MiB, and of 75 in 1,000."""
+    wanted = []
+    for total in (1100, 1000):
+        card = dict[str, float](parameters=300, sample=300)
+        memories = [card_memory(is_first=True, total=total, **card), *[card_memory(total=3000, **card)] * 3]
+        problem = job(memories, B=5, shares="each", tells_busy=False)
+        proposal = TellApart().propose(state_after(problem, [split(5, 2, 0, 1, 1, 1)]))
+        assert proposal is not None
+        wanted.append(proposal.split.shard_sizes)
+    assert wanted == [(1, 0, 0, 0), (0, 1, 0, 0)]
+
+
 def test_a_share_that_fitted_the_whole_batch_is_not_asked_where_gradients_stay() -> None:
     """Half of 64 samples fit on GPU 0 in a single step. Alone it takes two steps for them, and in the second the
     gradients of the first, 1,000 MiB, are held as well: more than is left."""
