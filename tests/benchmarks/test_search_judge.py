@@ -10,6 +10,7 @@ from benchmarks.search.ablation import Variant, compared, searched, variants
 from benchmarks.search.judge import GENERATORS, judged, seeds, summarised
 from benchmarks.search.problem import Problem
 from splittune.search.models import memory
+from splittune.search.policies.confidence import UpperConfidenceBound
 from splittune.search.policies.proposer import POLICIES
 
 
@@ -119,7 +120,9 @@ def test_an_ablation_is_written_row_by_row(tmp_path: Path) -> None:
 
     table = ablated("--first-seed", "3")
     assert table.what[0] == "the search"
-    both = ["UpperConfidenceBound(oom_price=0.7)", "UpperConfidenceBound(oom_price=0.35)"]
+    prices = [policy.oom_price for policy in POLICIES if isinstance(policy, UpperConfidenceBound)]
+    both = [f"UpperConfidenceBound(oom_price={price})" for price in prices]
+    assert len(both) == 2
     assert set(table.what[1:]) >= {*both, f"{both[0]}.min_gain"}
     assert table.what[1:].str.startswith("UpperConfidenceBound").all()
     assert table.problems.eq(2).all()
