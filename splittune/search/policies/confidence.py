@@ -44,6 +44,9 @@ class UpperConfidenceBound:
     deviations: float = 2
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %.
     Larger: more trials before the search ends."""
+    is_last: bool = False
+    """Whether nothing else was worth a trial: then what cannot run out of memory and may keep too little headroom is
+    worth its upper confidence bound, too, times the probability to keep it. Sooner, what surely fits tells as much."""
     min_trials: int = 6
     """A choice: half of all searches take as many anyway, and those that ended far behind the best mostly had had three
     or four. Larger: more trials where models fitted at once."""
@@ -57,8 +60,9 @@ class UpperConfidenceBound:
         bound = scores.upper_bound(self.deviations * state.doubt)
         gain, price = bound, self.blind_oom_price
         if state.memory.knows_rest:
-            # that the models were wrong is a reason to measure what surely fits, and none to risk anything
-            gain = np.where(scores.surely_feasible, bound, scores.expected_improvement())
+            # that the models were wrong is a reason to measure what surely fits or runs, and none to risk an OOM
+            is_no_risk = scores.cannot_oom if self.is_last else scores.surely_feasible
+            gain = np.where(is_no_risk, bound, scores.expected_improvement())
             price = self.oom_price
         worth = self._worth(state, scores, gain, price)
         if state.doubt > MOST_DOUBT:

@@ -25,7 +25,8 @@ POLICIES: tuple[Policy, ...] = (
     UpperConfidenceBound(),
     FindBaseline(min_fewer_steps=0.05),  # what the result is compared with
     SmallestLeft(),
-    UpperConfidenceBound(oom_price=0.25),  # before it ends: an OOM costs a trial then, and stands in no other's way
+    # before it ends: an OOM costs a trial then, and stands in no other's way
+    UpperConfidenceBound(oom_price=0.25, is_last=True),
 )
 
 
