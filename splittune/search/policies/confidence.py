@@ -45,8 +45,9 @@ class UpperConfidenceBound:
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %.
     Larger: more trials before the search ends."""
     is_last: bool = False
-    """Whether nothing else was worth a trial: then what cannot run out of memory and may keep too little headroom is
-    worth its upper confidence bound, too, times the probability to keep it. Sooner, what surely fits tells as much."""
+    """Whether it is asked after all others, before a search ends: then what cannot run out of memory, though it may
+    keep too little headroom, is worth its upper confidence bound, too, times the probability to keep it. A choice:
+    asked sooner, it led the searches of one recorded job to run out of memory."""
     min_trials: int = 6
     """A choice: half of all searches take as many anyway, and those that ended far behind the best mostly had had three
     or four. Larger: more trials where models fitted at once."""

@@ -16,7 +16,7 @@ from splittune.split import BatchSplit, SplitSpace, even_shards
 # launches may have taken longest before. Smaller: more trials where devices are alike.
 MUCH_LARGER = 4
 # How likely all devices must keep their headroom. A choice: of 0.5 and 0.8 the one with fewer OOMs and as many answers.
-# Smaller: more do. Larger: fewer kinds are told apart where memory is short.
+# Smaller: more of these trials run out of memory. Larger: fewer kinds are told apart where memory is short.
 LEAST_CHANCE = 0.8
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.problems.problem import Problem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import MemoryModel
 from splittune.search.judged_trials import JudgedTrial
@@ -187,12 +186,6 @@ def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
     assert model.margin >= LEAST_WIDENING
     again = interval(model, even(B, 5, 2))
     assert again.most_after_cache_flush.tolist() == again.most.tolist()
-
-
-def flat_then_rising() -> Problem:
-    """The reduce holds 3,000 MiB on each card; a micro-step holds 2,000 and 100 for each sample, rest 2,000."""
-    memories = [card_memory(is_first=i == 0, parameters=500, state=1000, sample=100) for i in range(2)]
-    return job([replace(one, reduce=3000.0 * MIB) for one in memories], B=B)
 
 
 def test_a_failure_of_nobody_knows_which_device_counts_for_the_fullest() -> None:
