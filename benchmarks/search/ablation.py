@@ -43,7 +43,7 @@ from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.memory_readings import MemoryReadings
 from splittune.search.models.step_time import TimeModel
 from splittune.search.models.whole_steps import WholeSteps
-from splittune.search.policies.base import Policy, SearchState
+from splittune.search.policies.base import Policy
 from splittune.search.policies.proposer import POLICIES
 from splittune.search.samplers.guided import GuidedSampler
 from splittune.split import BatchSplit
@@ -60,11 +60,6 @@ def _no_larger(_: MemoryReadings, _device: int, sizes: FloatArray, **_kind: bool
     return np.zeros(len(sizes), dtype=bool)
 
 
-def _not_held(_: MemoryReadings, _device: int, sizes: FloatArray, **_kind: bool) -> FloatArray:
-    """No trial held as much."""
-    return np.full(len(sizes), np.inf)
-
-
 PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("tiles", weighing, "TILES", ()),
     ("waiting for the host", weighing, "HOST_PARTS", ()),
@@ -78,9 +73,7 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("doubt of a kind", TimeModel, "_doubt_of_kind", lambda *asked: np.zeros(len(asked[-1]))),
     ("calibration", Calibration, "doubt", 1.0),
     ("kinds that took as long", kinds, "grouped", lambda found, _: [(one,) for one in found]),
-    ("distance to OOMs", SearchState, "distance_to_ooms", lambda _, table: np.ones(len(table))),
     ("no margin below what was held", MemoryReadings, "held_more", _no_larger),
-    ("the same again", MemoryReadings, "held_at", _not_held),
     ("what a forward leaves", MemoryReadings, "saved", lambda *_: []),
     ("how much of a peak that is", MemoryReadings, "saved_part", lambda *_: 0.0),
     ("the least by chords", Envelope, "least", Envelope.sure),

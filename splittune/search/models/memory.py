@@ -164,14 +164,6 @@ class MemoryModel:
         """Whether every trial that ran told what is held at rest."""
         return all(memory.resting_bytes is not None for run in self._readings.runs for memory in run.memory)
 
-    def no_roomier(self, device: int) -> tuple[int, ...]:
-        """The devices that a share is too much for where it was for `device`, itself among them.
-
-        Such as have no more memory for this job, and held no less at every equal share.
-        """
-        budget, others = self.budget_bytes, self._readings.held_as_much(device)
-        return tuple(other for other in others if budget[other] <= budget[device] * (1 + REPEATABILITY))
-
     def warnings(self) -> tuple[str, ...]:
         """A sentence if the model did not fit; none while every device stayed far from full."""
         budget = self.budget_bytes
@@ -197,17 +189,11 @@ class MemoryModel:
                 told[:, chosen, device] = self._needed_by(device, different, accumulates)[:, places.ravel()]
         return Interval(**dict(zip(names, told, strict=True)))
 
-    def sure_slopes(self, device: int, *, accumulates: bool) -> tuple[float, float]:
-        """Bytes that a sample of the device's share surely takes, and one of the micro-batch on GPU 0; once one ran."""
-        share, micro_batch = self._envelopes[device, accumulates].least_slopes.tolist()
-        return share, micro_batch
-
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
         """(7, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
         envelope = self._envelopes[device, accumulates]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
-        again = self._readings.held_at(device, sizes, accumulates=accumulates)
-        held, most = np.minimum(held, again), np.minimum(held + self.margin * unseen, again)
+        most = held + self.margin * unseen
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
         sure, least = np.minimum(sure, most), np.minimum(least, most)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement
 from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.judged_trials import JudgedTrial
@@ -201,19 +200,12 @@ class MemoryReadings:
         most = {i: max(run.split.shard_sizes[i] for run in self.runs) for i in range(1, self.num_devices)}
         return grouped(sorted(most, key=lambda i: -most[i]), self._agreement)
 
-    def _at_equal_shares(self, one: int, other: int) -> list[tuple[int, DeviceMemory, DeviceMemory]]:
-        """The share, and what each of two devices held with it, of every trial in which both had as much."""
-        return [
-            (share, run.memory[one], run.memory[other])
-            for run in self.runs
-            if (share := run.split.shard_sizes[one]) == run.split.shard_sizes[other] > 0
-        ]
-
     def _agreement(self, one: int, other: int) -> int:
         """The largest equal share of two replicas whose peaks were each time within `PEAK_TOLERANCE`; else 0."""
         pairs = [
-            (share, own.batch_peak_bytes, beside.batch_peak_bytes)
-            for share, own, beside in self._at_equal_shares(one, other)
+            (share, run.memory[one].batch_peak_bytes, run.memory[other].batch_peak_bytes)
+            for run in self.runs
+            if (share := run.split.shard_sizes[one]) == run.split.shard_sizes[other] > 0
         ]
         agree = all(abs(a - b) <= PEAK_TOLERANCE * max(a, b) for _, a, b in pairs)
         return max((share for share, *_ in pairs), default=0) if agree else 0
@@ -227,19 +219,6 @@ class MemoryReadings:
             self._groups[len(self.runs)] = self.same_memory_groups() if self.runs else []
         groups = self._groups[len(self.runs)]
         return next((group for group in groups if device in group), (device,))
-
-    def held_as_much(self, device: int) -> tuple[int, ...]:
-        """The devices whose peaks were no less than those of `device`, within `PEAK_TOLERANCE`, at equal shares.
-
-        Itself is among them, and none that never had an equal share.
-        """
-        others = [device]
-        for other in range(self.num_devices):
-            pairs = self._at_equal_shares(other, device) if other != device else []
-            held = [own.batch_peak_bytes >= (1 - PEAK_TOLERANCE) * one.batch_peak_bytes for _, own, one in pairs]
-            if held and all(held):
-                others.append(other)
-        return tuple(sorted(others))
 
     def allocator_overhead(self, devices: Sequence[int], *, accumulates: bool) -> AllocatorOverhead:
         """What the allocator reserved beyond what was allocated, over all trials of `devices` in that kind of step.
@@ -277,18 +256,6 @@ class MemoryReadings:
         """
         held = self._held_by_alike(device)
         return np.asarray(np.where((held[:, None, :2] <= sizes).all(axis=2), held[:, 2:], 0.0).max(axis=0, initial=0.0))
-
-    def held_at(self, device: int, sizes: FloatArray, *, accumulates: bool) -> FloatArray:
-        """(N,) the most reserved bytes of the device's own trials at just these `sizes`, (N, 2); infinite without one.
-
-        The same requests in the same order are laid out alike, whatever the other devices do.
-        """
-        told = np.full(len(sizes), -np.inf)
-        for run in self.runs:
-            if (run.split.accumulation_steps > 1) == accumulates:
-                is_same = (sizes == size_of(device, run.split)).all(axis=1)
-                told[is_same] = np.maximum(told[is_same], run.memory[device].peak_reserved_bytes)
-        return np.where(np.isneginf(told), np.inf, told)
 
     def held_more(self, device: int, sizes: FloatArray, *, accumulates: bool) -> BoolArray:
         """(N,) whether a trial of the device, or of one `alike`, demanded no less than `sizes`, (N, 2).

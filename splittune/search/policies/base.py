@@ -39,10 +39,6 @@ MOST_DOUBT = 3.0
 # nearly as fast noise says which is the best, and the best may have no neighbours. More: each proposal takes longer.
 NUM_NEAR = 4
 
-# A share less than this part below one that ran out of memory is less likely to run. A choice. Larger: fewer trials
-# that run out of memory, and larger steps back from those that did.
-NEAR = 0.2
-
 ProposalKind = Literal[
     "start",
     "smallest left",
@@ -157,10 +153,9 @@ class SearchState:
     def _scores_of(self, table: SplitTable) -> CandidateScores:
         times = self.time.predict(table.steps, table.shards)
         needed = self.memory.needed(table.steps, table.shards)
-        distance, budget = self.distance_to_ooms(table), self.memory.budget_bytes
+        budget = self.memory.budget_bytes
         is_within_budget = (needed.most_after_cache_flush <= budget).all(axis=1)
-        # near what failed against their bounds the models are wrong, whatever they hold a split to take at most
-        cannot_oom = is_within_budget & (self._distance(table, self._wrongly_safe) >= 1) & self.is_grown_slowly(table)
+        cannot_oom = is_within_budget & self.is_grown_slowly(table)
         return CandidateScores(
             table=table,
             times=times,
@@ -168,7 +163,7 @@ class SearchState:
             needed=needed,
             limits=self.limits,
             cannot_oom=cannot_oom,
-            runs=np.where(cannot_oom, 1.0, needed.chance_below(budget) * distance),
+            runs=np.where(cannot_oom, 1.0, needed.chance_below(budget)),
         )
 
     @cached_property
@@ -184,83 +179,6 @@ class SearchState:
         """(N,) whether no shard is over `MAX_GROWTH` times as large as the largest that ran."""
         largest = max(max(trial.split.shard_sizes) for trial in self.trials if trial.ran)
         return np.asarray((table.shards <= MAX_GROWTH * max(1, largest)).all(axis=1))
-
-    def distance_to_ooms(self, table: SplitTable) -> FloatArray:
-        """(N,) how far each split is from OOMs that surprised: 0 at one, 1 from `NEAR` below all of them.
-
-        Where a share failed, one a little smaller most likely does, on that device and on those that are no roomier:
-        what fits lies anywhere below. On GPU 0, which holds outputs of the whole micro-batch, that counts as well, by
-        what a sample of each surely takes. Worked: 80 samples ran out of memory. With 76 the distance is
-        ``(1 - 76 / 80) / 0.2 = 0.25``. An OOM that the memory model now holds to be certain tells no more than the
-        model does, and it tells nothing of what has no more of anything than one that ran.
-        """
-        return self._distance(table, self._surprising_ooms)
-
-    def _distance(self, table: SplitTable, failed: Sequence[JudgedTrial]) -> FloatArray:
-        """(N,) see `distance_to_ooms`."""
-        distance = np.ones(len(table))
-        for trial in failed:
-            told = (table.steps > 1) >= (trial.split.accumulation_steps > 1)
-            near = np.clip((1 - self._part_of_oom(table, trial)) / NEAR, 0.0, 1.0)
-            distance = np.where(told, np.minimum(distance, near), distance)
-        if (distance < 1).any():
-            distance[self._no_more_than_ran(table)] = 1.0
-        return distance
-
-    def _no_more_than_ran(self, table: SplitTable) -> BoolArray:
-        """(N,) whether one trial that ran had as much of every share at least; to hold gradients takes no less."""
-        no_more = np.zeros(len(table), dtype=bool)
-        for split in (trial.split for trial in self.trials if trial.ran):
-            told = (table.steps > 1) <= (split.accumulation_steps > 1)
-            no_more |= told & (table.shards <= np.array(split.shard_sizes)).all(axis=1)
-        return no_more
-
-    @cached_property
-    def _surprising_ooms(self) -> list[JudgedTrial]:
-        """The trials that ran out of memory and might have run, by what the memory model knows now."""
-        return self._ooms_within_budget("sure")
-
-    @cached_property
-    def _wrongly_safe(self) -> list[JudgedTrial]:
-        """Those that would have run, by all that is foretold now."""
-        return self._ooms_within_budget("foretold")
-
-    def _ooms_within_budget(self, bound: Literal["sure", "foretold"]) -> list[JudgedTrial]:
-        """The trials that ran out of memory, though every device would hold less than it has by that `Interval`."""
-        failed = [trial for trial in self.trials if trial.lacks_memory and not trial.ran]
-        if not failed:
-            return []
-        table = SplitTable.of([trial.split for trial in failed])
-        held = getattr(self.memory.needed(table.steps, table.shards), bound)
-        return [failed[row] for row in np.flatnonzero((held < self.memory.budget_bytes).all(axis=1))]
-
-    def _part_of_oom(self, table: SplitTable, trial: JudgedTrial) -> FloatArray:
-        """(N,) the part that each split has of what ran out of memory, on the device where it is most.
-
-        Where nobody names a device it is the one that had least left. Without readings any may have been it, so the
-        least part of all counts.
-        """
-        shares = trial.split.shard_sizes
-        if trial.oom_devices or trial.measurement.memory:
-            failed, count = [(i, self.memory.no_roomier(i)) for i in sorted(trial.likely_oom_devices)], np.max
-        else:
-            failed, count = [(i, (i,)) for i, share in enumerate(shares) if share or i == 0], np.min
-        parts = [
-            self._part_on_gpu0(table, trial) if i == 0 else table.shards[:, others].max(axis=1) / max(1, shares[i])
-            for i, others in failed
-        ]
-        return np.asarray(count(parts, axis=0))
-
-    def _part_on_gpu0(self, table: SplitTable, trial: JudgedTrial) -> FloatArray:
-        """(N,) of what surely grows with its share and with the micro-batch; where nothing does, of either the less."""
-        split = trial.split
-        share = table.shards[:, 0] / max(1, split.gpu0_bsz)
-        micro_batch = table.micro_batch_sizes / split.micro_batch_size
-        of_share, of_micro_batch = self.memory.sure_slopes(0, accumulates=split.accumulation_steps > 1)
-        grown = of_share * split.gpu0_bsz, of_micro_batch * split.micro_batch_size
-        if not sum(grown):
-            return np.minimum(share, micro_batch) if split.gpu0_bsz else micro_batch
-        return np.asarray((grown[0] * share + grown[1] * micro_batch) / sum(grown))
 
     def throughput(self, scores: CandidateScores, row: int) -> float:
         """Samples per second predicted for a candidate."""

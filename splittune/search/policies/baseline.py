@@ -53,7 +53,7 @@ class FindBaseline:
     def _fits(self, evens: SplitTable, state: SearchState) -> BoolArray:
         """(N,) which even splits likely keep their headroom, see `min_chance`."""
         needed = state.memory.needed(evens.steps, evens.shards)
-        chances = needed.chance_below(state.limits) * state.distance_to_ooms(evens)
+        chances = needed.chance_below(state.limits)
         least = self.min_chance if state.memory.knows_rest else BLIND_CHANCE
         return np.asarray((chances >= least) & state.is_grown_slowly(evens))
 

@@ -23,8 +23,8 @@ class UpperConfidenceBound:
 
     A risk is worth the expected improvement times the probability of feasibility, less the probability of an OOM times
     its price. Worked: 0.3 that keeps its headroom with a chance of 0.7, and runs with one of 0.8, is worth
-    ``0.7 x 0.3 - 0.2 x 0.7 = 0.07``, and a trial; if it runs with a chance of 0.7 it is worth nothing. What ran out of
-    memory is far from what is risked next (`SearchState.distance_to_ooms`).
+    ``0.7 x 0.3 - 0.2 x 0.7 = 0.07``, and a trial; if it runs with a chance of 0.7 it is worth nothing. Each trial that
+    ran out of memory makes the next one dearer by the price: it shows that risks are larger here than they look.
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
     may be as little as `most_lost` behind the best is measured, too. And where one split alone has run, and nothing
@@ -64,7 +64,7 @@ class UpperConfidenceBound:
             # that the models were wrong is a reason to measure what surely fits or runs, and none to risk an OOM
             is_no_risk = scores.cannot_oom if self.is_last else scores.surely_feasible
             gain = np.where(is_no_risk, bound, scores.expected_improvement())
-            price = self.oom_price
+            price = self.oom_price * (1 + sum(trial.lacks_memory and not trial.ran for trial in state.trials))
         worth = self._worth(state, scores, gain, price)
         if state.doubt > MOST_DOUBT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)

@@ -101,19 +101,6 @@ def test_less_than_was_held_is_no_growth() -> None:
     assert more > 1.1
 
 
-def test_a_share_that_was_held_is_held_again() -> None:
-    """With 4 samples GPU 1 had 40 MiB in gaps, with 8 none: beside 14 of GPU 0 8 take as much again; 7 may not."""
-    problem = job([card_memory(is_first=True), card_memory()], B=B)
-    gaps = trials(problem, [split(B, 8, 4, 4), split(B, 4, 8, 8)])
-    first, other = gaps[0].measurement.memory
-    more = replace(other, peak_reserved_bytes=other.peak_allocated_bytes + 40 * MIB)
-    model = MemoryModel([JudgedTrial(measurement=replace(gaps[0].measurement, memory=(first, more))), gaps[1]], 2)
-    held = gaps[1].measurement.memory[1].peak_reserved_bytes
-    told = interval(model, split(B, 3, 14, 8), split(B, 3, 15, 7))
-    assert told.most[0, 1] == told.foretold[0, 1] == held
-    assert told.most[1, 1] > held
-
-
 def test_what_the_allocator_reserved_beside_is_not_sure_to_come_again() -> None:
     """A tenth was reserved beyond what was allocated with 1, 2 and 4 samples; with 8 there may be no gaps at all."""
     problem = job([card_memory(is_first=True, sample=1000), card_memory(sample=1000)], B=B)

@@ -193,12 +193,6 @@ def test_nothing_is_alike_before_anything_ran() -> None:
     assert MemoryReadings(3).alike(1) == (1,)
 
 
-def test_devices_held_as_much_that_held_no_less_at_each_equal_share() -> None:
-    """GPU 0 holds more than GPU 1 at 8 samples, and at 4 less than GPU 2; GPU 3 never had as many as another."""
-    seen = peaks(ran(split(B, 1, 8, 8, 6, 10), 100, 90, 80, 120), ran(split(B, 2, 4, 2, 4, 6), 50, 30, 60, 70))
-    assert [seen.held_as_much(device) for device in range(4)] == [(0, 2), (0, 1), (2,), (3,)]
-
-
 def test_a_larger_size_was_held_only_in_as_much_of_a_step() -> None:
     """Four samples of eight were held while gradients stay: so are fewer, of fewer, and such as come and go; a
     single step tells of no others."""
@@ -209,12 +203,3 @@ def test_a_larger_size_was_held_only_in_as_much_of_a_step() -> None:
     single = peaks(ran(split(B, 1, 16, 16), 500, 400))
     assert not single.held_more(0, sizes, accumulates=True).any()
     assert single.held_more(0, sizes, accumulates=False).all()
-
-
-def test_the_same_size_holds_as_much_again() -> None:
-    """What GPU 1 held with four samples it holds beside any others, where gradients stay as they did; GPU 0 gathers."""
-    told = peaks(ran(split(B, 4, 4, 4), 500, 400), ran(split(B, 4, 3, 5), 450, 480), ran(split(B, 5, 3, 4), 430, 410))
-    sizes = np.array([[4.0, 0.0], [5.0, 0.0], [6.0, 0.0]])
-    assert (told.held_at(1, sizes, accumulates=True) / MIB).tolist() == [410, 480, np.inf]
-    assert np.isinf(told.held_at(1, sizes, accumulates=False)).all()
-    assert (told.held_at(0, np.array([[4.0, 8.0], [4.0, 9.0]]), accumulates=True) / MIB).tolist() == [500, np.inf]
