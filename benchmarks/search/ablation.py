@@ -63,7 +63,6 @@ def _no_larger(_: MemoryReadings, _device: int, sizes: FloatArray, **_kind: bool
 PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("tiles", weighing, "TILES", ()),
     ("waiting for the host", weighing, "HOST_PARTS", ()),
-    ("a curve for each kind, without busy times", WholeSteps, "_with_own_curves", lambda *_: []),
     ("GPU 0's own work", BusyTimes, "_gpu0_per_sample_s", lambda _: 0.0),
     ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, log: [(log, self._at(ratios)[1])]),
     ("ratios as each kind alone says", WholeSteps, "_ratios_alone", lambda _: []),

@@ -51,11 +51,6 @@ AS_SHORT = 0.02
 HOST_PENALTY = 1.0
 # Of a micro-step, further devices are taken to cost at most this part: something is left for the work itself.
 MOST_OVERHEAD = 0.9
-# So often the devices that were the slowest are told anew by curves of their own. A choice: mostly the
-# second time changes nothing.
-OWN_CURVES = 3
-# What a hypothesis with a curve for each kind lacks in log prior. A choice: it has more coefficients.
-OWN_CURVES_PENALTY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +68,11 @@ class WholeSteps:
     trials: StepTrials
 
     def hypotheses(self) -> list[Weighed]:
-        """The drawn, and beside them those with tiles, with work of GPU 0, and with a curve for each kind."""
+        """The drawn, and beside them those with tiles, with work of GPU 0, and waiting for the host."""
         tried = self._sought()
         start = likeliest(tried)
         weighed = self._drawn(_ratios(start), float(np.logaddexp.reduce([log for log, _ in tried])))
-        weighed += self._with_own_curves(start) + self._with_work_of_gpu0(_ratios(start))
-        weighed += self._waiting_for_the_host(_ratios(start))
+        weighed += self._with_work_of_gpu0(_ratios(start)) + self._waiting_for_the_host(_ratios(start))
         for ratios in {tuple(_ratios(start)), (1.0,) * self.trials.num_devices}:
             tiled = [self._single_curve(np.array(ratios), tile) for tile in tiles(self.trials)]
             weighed += [weigh(self.trials, curves, -TILE_PENALTY) for curves in tiled if curves[0].tile > 1]
@@ -161,37 +155,6 @@ class WholeSteps:
             return []
         samples_s = [(times - part * np.nanmin(times)) / sizes for part in FLOORS]
         return [np.nan_to_num(seconds / np.nanmin(seconds), nan=1.0) for seconds in samples_s]
-
-    def _with_own_curves(self, start: Hypothesis) -> list[Weighed]:
-        """A curve for each kind of device, through the trials that it was the slowest of; also with tiles.
-
-        Expectation maximisation: which is the slowest is told by the curves so far. A kind that was
-        hardly ever the slowest keeps the curve that it has in `start`.
-        """
-        weighed: list[Weighed] = []
-        hypothesis = start
-        for tile in (*[1] * OWN_CURVES, *tiles(self.trials)):
-            curves = self._own_curves(hypothesis, start.curves, tile)
-            if tile > 1 and all(curve.tile == 1 for curve in curves):
-                continue
-            penalty = OWN_CURVES_PENALTY + (TILE_PENALTY if tile > 1 else 0.0)
-            weighed.append(weigh(self.trials, curves, -penalty))
-            hypothesis = weighed[-1][1] if tile == 1 else hypothesis
-        return weighed
-
-    def _own_curves(self, told: Hypothesis, others: tuple[Curve, ...], tile: int) -> tuple[Curve, ...]:
-        """The curves of each kind where `told` tells which device was the slowest, else those of the `others`."""
-        trials, kinds = self.trials, np.array(self.trials.kinds)
-        which, _ = told.slowest(trials.shards)
-        shares = trials.shards[np.arange(len(which)), which]
-        times = trials.micro_step_s - self._further_devices_s(shares)
-        curves = list(others)
-        for kind in set(kinds.tolist()):
-            own = kinds[which] == kind
-            curve = fit_curve(shares[own], times[own], trials.noise, tile) if len(np.unique(shares[own])) > 1 else None
-            if curve is not None:
-                curves = [curve if kinds[i] == kind else old for i, old in enumerate(curves)]
-        return tuple(curves)
 
     def _with_work_of_gpu0(self, ratios: FloatArray) -> list[Weighed]:
         """Where GPU 0 works on every sample of the micro-batch while the others work, beside ratios sought from these.
