@@ -67,7 +67,6 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, log: [(log, self._at(ratios)[1])]),
     ("ratios as each kind alone says", WholeSteps, "_ratios_alone", lambda _: []),
     ("GPU 0's own work, without busy times", WholeSteps, "_with_work_of_gpu0", lambda *_: []),
-    ("waiting for the host, without busy times", WholeSteps, "_waiting_for_the_host", lambda *_: []),
     ("fewer devices may be faster", Hypothesis, "optimistic_step_s", lambda self, *step: self.step_s(*step)),
     ("doubt of a kind", TimeModel, "_doubt_of_kind", lambda *asked: np.zeros(len(asked[-1]))),
     ("calibration", Calibration, "doubt", 1.0),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, Measurement
 from splittune.profiling.noise import relative_standard_error
-from splittune.search.arrays import BoolArray, FloatArray
+from splittune.search.arrays import FloatArray
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.hypotheses import StepCounts
 
@@ -66,21 +66,6 @@ class StepTrials:
             counts=StepCounts.of(steps, shards),
             tells_busy=all(run.device_busy_s is not None for run in runs),
             kinds=totals_of(runs[0]) if kinds is None else tuple(kinds),
-        )
-
-    def where(self, chosen: BoolArray) -> StepTrials:
-        """Of these R trials alone."""
-        return replace(
-            self,
-            runs=tuple(run for run, is_chosen in zip(self.runs, chosen, strict=True) if is_chosen),
-            steps=self.steps[chosen],
-            shards=self.shards[chosen],
-            log_step_s=self.log_step_s[chosen],
-            micro_step_s=self.micro_step_s[chosen],
-            tells_micro_steps=self.tells_micro_steps[chosen],
-            update_s=self.update_s[chosen],
-            tells_updates=self.tells_updates[chosen],
-            counts=self.counts.where(chosen),
         )
 
     @property

@@ -51,7 +51,6 @@ def weigh(
     *,
     gpu0_per_sample_s: float = 0.0,
     with_links: bool = True,
-    host_s_per_device: float | None = None,
 ) -> Weighed:
     """The hypothesis of these curves, (n,), with the costs that fit them best, and its log posterior.
 
@@ -66,7 +65,6 @@ def weigh(
         log_prior: of these curves.
         gpu0_per_sample_s: what GPU 0 works for each sample of the micro-batch while the others work.
         with_links: whether outputs take time to come to GPU 0.
-        host_s_per_device: what the host's thread needs for each; None to find it where busy times are known.
     """
     plain = Hypothesis(
         curves=curves,
@@ -75,7 +73,7 @@ def weigh(
         tells_busy=trials.tells_busy,
     )
     which, slowest_s = plain.slowest(trials.shards)
-    told = _with_costs(trials, plain, slowest_s, with_links, host_s_per_device)
+    told = _with_costs(trials, plain, slowest_s, with_links)
     residual = np.log(told.step_s(trials.counts, slowest_s)) - trials.log_step_s
     residual = residual + told.of_slowest(trials.shards, which, Curve.deviation)
     if trials.tells_busy:
@@ -85,18 +83,16 @@ def weigh(
     return log_prior - (FREEDOM + len(residual)) / 2 * float(np.log1p(squares / FREEDOM)), told
 
 
-def _with_costs(
-    trials: StepTrials, plain: Hypothesis, slowest_s: FloatArray, with_links: bool, host_s_per_device: float | None
-) -> Hypothesis:
-    """The same with its costs and the host's seconds: those given, or where busy times are known what explains much."""
+def _with_costs(trials: StepTrials, plain: Hypothesis, slowest_s: FloatArray, with_links: bool) -> Hypothesis:
+    """The same with its costs, and where busy times are known with the host's seconds that explain much."""
 
     def at(host_s: float) -> tuple[Hypothesis, float]:
         working_s = np.maximum(slowest_s, host_s * trials.counts.active_devices)
         costs, error = fit_costs(trials, working_s, with_links=with_links)
         return replace(plain, costs=costs, host_s_per_device=host_s), error
 
-    best, error = at(host_s_per_device or 0.0)
-    if host_s_per_device is not None or not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
+    best, error = at(0.0)
+    if not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
         return best
     least = HOST_GAIN * error
     for part in HOST_PARTS:

@@ -44,11 +44,6 @@ GPU0_PENALTY = 1.0
 # What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: the likeliest
 # is where ratios are sought from, so denser parts save few tries.
 FLOORS = tuple(np.linspace(0.0, 0.9, 10))
-# Micro-steps that took as long for each device as the shortest, up to this part, may have waited for the host. A
-# choice, above the noise of most clocks. Larger, and steps that a slow card decides are taken for such.
-AS_SHORT = 0.02
-# What a hypothesis in which they did lacks in log prior. A choice: it has one coefficient more.
-HOST_PENALTY = 1.0
 # Of a micro-step, further devices are taken to cost at most this part: something is left for the work itself.
 MOST_OVERHEAD = 0.9
 
@@ -68,11 +63,11 @@ class WholeSteps:
     trials: StepTrials
 
     def hypotheses(self) -> list[Weighed]:
-        """The drawn, and beside them those with tiles, with work of GPU 0, and waiting for the host."""
+        """The drawn, and beside them those with work of GPU 0 and with tiles."""
         tried = self._sought()
         start = likeliest(tried)
         weighed = self._drawn(_ratios(start), float(np.logaddexp.reduce([log for log, _ in tried])))
-        weighed += self._with_work_of_gpu0(_ratios(start)) + self._waiting_for_the_host(_ratios(start))
+        weighed += self._with_work_of_gpu0(_ratios(start))
         for ratios in {tuple(_ratios(start)), (1.0,) * self.trials.num_devices}:
             tiled = [self._single_curve(np.array(ratios), tile) for tile in tiles(self.trials)]
             weighed += [weigh(self.trials, curves, -TILE_PENALTY) for curves in tiled if curves[0].tile > 1]
@@ -171,32 +166,6 @@ class WholeSteps:
                 found = max(tried, key=lambda pair: pair[0])
             weighed.append(found)
         return weighed
-
-    def _waiting_for_the_host(self, ratios: FloatArray) -> list[Weighed]:
-        """Where the shortest micro-steps, by device, waited for the host's thread: it launches for one after the other.
-
-        The ratios are sought by the other trials. None where no two of unlike largest shares took as long. Worked: over
-        eight devices 1, 6 and 16 samples take 4.6 s and 23 take 5.4 s, and GPU 0 alone takes 2.2 s for 32: the host
-        needs 0.58 s for each device, and what 1, 6 and 16 samples took tells nothing of the devices.
-        """
-        trials, active = self.trials, self.trials.counts.active_devices
-        host_s = float((trials.micro_step_s / active).min())
-        waited = trials.micro_step_s <= (1 + AS_SHORT) * host_s * active
-        if len(np.unique(trials.shards[waited].max(axis=1))) < 2 or waited.all():
-            return []
-        working = replace(self, trials=trials.where(~waited))
-
-        def at(ratios: FloatArray) -> Weighed:
-            prior = self._log_prior(ratios) - HOST_PENALTY
-            return weigh(trials, working._single_curve(ratios), prior, host_s_per_device=host_s)
-
-        found = at(ratios)
-        for kind in self._kinds_and_the_rest():
-            others = _ratios(found[1])
-            found = max(
-                (found, *(at(np.where(kind, ratio, others)) for ratio in SPEED_RATIOS)), key=lambda pair: pair[0]
-            )
-        return [found]
 
     @staticmethod
     def _log_prior(ratios: FloatArray) -> float:

@@ -49,32 +49,6 @@ def test_without_busy_times_cards_of_gpu0s_memory_may_share_its_speed() -> None:
     assert predicted(model_of(problem, tried), *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
 
 
-def test_without_busy_times_waiting_for_the_host_is_told_from_slow_cards() -> None:
-    """GPU 0 is seven times as fast as seven others, and one thread launches for all: steps of 1, 6 and 16 samples on
-    each other take as long. Were that each further card's time, GPU 0's best share would take 36 % too long."""
-    fast, slow = CardTime(launch_s=1.376, sample_s=0.025), CardTime(launch_s=1.376, sample_s=0.176)
-    problem = job(
-        8,
-        B=532,
-        times=[fast, *[slow] * 7],
-        replica_s=0.576,
-        micro_step_s=0.0,
-        update_s=0.006,
-        reduce_s=0.478,
-        tells_busy=False,
-    )
-
-    def beside(accumulation_steps: int, gpu0_bsz: int) -> BatchSplit:
-        return BatchSplit.with_gpu0(
-            global_batch_size=532, accumulation_steps=accumulation_steps, num_devices=8, gpu0_bsz=gpu0_bsz
-        )
-
-    alone = [beside(17, 32), beside(4, 133), split(532, 3, 0, 26, 26, 26, 25, 25, 25, 25)]
-    model = model_of(problem, [*(even(532, k, 8) for k in (67, 12, 3, 2)), *alone, beside(3, 66), beside(2, 98)])
-    wanted = [beside(2, 134), beside(2, 111), beside(3, 100), beside(1, 250)]
-    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.07)
-
-
 def test_without_busy_times_one_fast_kind_among_slow_ones_is_one_change() -> None:
     """Of three kinds the one that the others' ratios are relative to is the fast one: from equal ratios no change of a
     single other makes the trials likelier, and without it the fast card would be foretold up to 62 % too long."""
