@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from splittune.search.arrays import BoolArray, FloatArray
+from splittune.search.arrays import FloatArray
 
 # Bounds that meet in less than this volume, scaled to units of 1, do not meet in a corner.
 LEAST_VOLUME = 1e-9
@@ -31,10 +31,6 @@ class Points:
         array = np.unique(np.array(rows, dtype=float).reshape(-1, 3), axis=0)
         return cls(sizes=array[:, :2], num_bytes=array[:, 2])
 
-    def where(self, chosen: BoolArray) -> Points:
-        """Of these R alone."""
-        return Points(sizes=self.sizes[chosen], num_bytes=self.num_bytes[chosen])
-
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
@@ -45,9 +41,7 @@ class Envelope:
 
     - **The most**: the highest line that lies below every point where `f` is known to be no more.
     - **The least**: f is convex and never falls, so a chord to a point where f is no less goes on
-      beyond it, and beta is no less than the steepest chord. Chords over a jump do not count.
-    - **A jump** is what no such lines explain: f went on less steeply, or it rose by more than in proportion to what
-      was above a rest that is known. Before a jump of that kind nothing bounds a line, and from it on f is no less.
+      beyond it, and beta is no less than the steepest chord.
 
     Worked: 2 at rest, f is 5 at a share of 1 and 8 at 10. A line may rise by 0.6 a sample at most,
     from 2, so at a share of 20 f is 14 at most. It rose by a third from 1 to 10, so it is 11.3 at least.
@@ -57,15 +51,12 @@ class Envelope:
         at_least: where f is no less.
         rest: no line begins below it.
         least, most: of the largest beta and of the largest omega, as others tell.
-        knows_rest: whether `rest` is a reading, so that a rise out of proportion to what is above it was a jump;
-            otherwise the rest is taken for lower.
     """
 
     rest: float
     corners: FloatArray
     """(K, 3) the F - rest, beta and omega of the extreme lines."""
     at_most: Points
-    """Those before a jump bound no line, but what is no larger."""
     at_least: Points
     chords: Points
     """(C, 2) differences of sizes, and the bytes that f rose by at least over each."""
@@ -73,8 +64,6 @@ class Envelope:
     """(C,) the point of `at_least` where each chord ends."""
     least_slopes: FloatArray
     """(2,) least of the largest beta, and of the largest omega."""
-    jumped: Points
-    """Those of `at_least` that rose out of proportion: from there on f is no less."""
 
     @classmethod
     def through(
@@ -84,20 +73,13 @@ class Envelope:
         rest: float,
         least: tuple[float, float] = (0.0, 0.0),
         most: tuple[float, float] = (np.inf, np.inf),
-        *,
-        knows_rest: bool = False,
     ) -> Envelope:
         """The envelope that these points leave; see `Envelope`."""
-        everywhere, flattened = at_most, _chords_over(_not_gone_on(at_most, at_least), at_most, at_least)
-        risen = _out_of_proportion(at_most, at_least, rest) if knows_rest else np.zeros_like(flattened)
-        jumps = _chords_over(risen, at_most, at_least)
-        chords, ends = _chords(at_most, at_least, jumps)
+        chords, ends = _chords(at_most, at_least)
         if len(ends):
             # a line that rises so steeply began no higher, where it did not go on either
             begins = at_least.num_bytes[ends] - _times(at_least.sizes[ends], chords.sizes) * chords.num_bytes
             rest = max(min(rest, float(begins.min())), 0.0)
-        chords, ends = _chords(at_most, at_least, jumps | flattened)
-        at_most = at_most.where(np.asarray(~risen.any(axis=0)))
         rest = min(rest, float(at_most.num_bytes.min()) - 1.0)
         alone = np.where((chords.sizes > 0) & (chords.sizes[:, ::-1] <= 0), chords.sizes, np.inf)
         least_slopes = np.maximum((chords.num_bytes[:, None] / alone).max(axis=0, initial=0.0), least)
@@ -110,12 +92,11 @@ class Envelope:
         return cls(
             rest=rest,
             corners=_extreme_lines(at_most.sizes, grown, most_slopes),
-            at_most=everywhere,
+            at_most=at_most,
             at_least=at_least,
             chords=chords,
             ends=ends,
             least_slopes=least_slopes,
-            jumped=at_least.where(np.asarray(risen.any(axis=1))),
         )
 
     @property
@@ -131,11 +112,8 @@ class Envelope:
         return np.asarray(np.minimum(highest, np.where(is_enough, self.at_most.num_bytes, np.inf).min(axis=1)))
 
     def sure(self, sizes: FloatArray) -> FloatArray:
-        """(N,) the least of what grows, from rest or from a jump, for `sizes` (N, 2); no more than `most`."""
-        grown = self.rest + sizes @ self.least_slopes
-        further = sizes[:, None] - self.jumped.sizes
-        beyond = np.where((further >= 0).all(axis=2), self.jumped.num_bytes + further @ self.least_slopes, 0.0)
-        return np.asarray(np.minimum(np.maximum(grown, beyond.max(axis=1, initial=0.0)), self.most(sizes)))
+        """(N,) the least of what grows from rest, for `sizes` (N, 2); no more than `most`."""
+        return np.asarray(np.minimum(self.rest + sizes @ self.least_slopes, self.most(sizes)))
 
     def least(self, sizes: FloatArray) -> FloatArray:
         """(N,) for `sizes` (N, 2)."""
@@ -199,8 +177,8 @@ def _extreme_lines(sizes: FloatArray, num_bytes: FloatArray, most_slopes: tuple[
     return np.asarray(np.unique(np.maximum(corners, 0.0), axis=0) / scale * unit)
 
 
-def _chords(at_most: Points, at_least: Points, left_out: BoolArray) -> tuple[Points, NDArray[np.int64]]:
-    """The steepest rises of f to each point of `at_least`, and the places of those points; none of `left_out`, (L, M).
+def _chords(at_most: Points, at_least: Points) -> tuple[Points, NDArray[np.int64]]:
+    """The steepest rises of f to each point of `at_least`, and the places of those points.
 
     Up to three for each: one in each size alone, and one in both.
     """
@@ -209,49 +187,9 @@ def _chords(at_most: Points, at_least: Points, left_out: BoolArray) -> tuple[Poi
     largest = np.maximum(at_least.sizes, 1.0)[:, None]
     chosen = set()
     for counted in ((True, False), (False, True), (True, True)):
-        matches = ((over > 0) == counted).all(axis=2) & (risen > 0) & ~left_out
+        matches = ((over > 0) == counted).all(axis=2) & (risen > 0)
         steepness = np.where(matches, risen / np.where(over > 0, over / largest, 0.0).max(axis=2, initial=1e-9), 0.0)
         begins = steepness.argmax(axis=1) if steepness.size else np.zeros(0, dtype=int)
         chosen |= {(int(end), int(begins[end])) for end in range(len(begins)) if steepness[end, begins[end]] > 0}
     ends, begins = np.array(sorted(chosen), dtype=int).reshape(-1, 2).T
     return Points(sizes=over[ends, begins], num_bytes=risen[ends, begins]), ends
-
-
-def _not_gone_on(at_most: Points, at_least: Points) -> BoolArray:
-    """(L, M) which chords, from each of M points of `at_most` to each of L of `at_least`, would go on above f.
-
-    f is not convex there, and no chord over such a jump tells of what is beyond. Worked: f is 3 at 1, 6 at 3 and 8 at
-    5. From 1 to 3 it rose by 1.5 a sample, and would be 9 at 5; from 1 to 5, too, it jumped, and a sample takes 1.
-    """
-    over = at_least.sizes[:, None] - at_most.sizes[None]
-    risen = at_least.num_bytes[:, None] - at_most.num_bytes[None]
-    further = at_most.sizes[None] - at_least.sizes[:, None]
-    times = _times(further[:, None], np.maximum(over, 0.0)[:, :, None])
-    goes_on = at_least.num_bytes[:, None, None] + np.where(np.isinf(times), 0.0, times) * risen[..., None]
-    known = np.asarray((further >= 0).all(axis=2))[:, None] & (times > 0) & (over >= 0).all(axis=2, keepdims=True)
-    return np.asarray((known & (risen[..., None] > 0) & (goes_on > (1 + ROUNDING) * at_most.num_bytes)).any(axis=2))
-
-
-def _out_of_proportion(at_most: Points, at_least: Points, rest: float) -> BoolArray:
-    """(L, M) between which points, of `at_most` and at which f was measured, it rose more than in proportion.
-
-    What is above rest does not, if every line begins at rest or above. Worked: 2 rest, and f is 5.7 with 4 samples, so
-    6 take no more than ``2 + 3.7 x 6 / 4 = 7.55``. Where they take 8, it jumped by 0.45 at least. Sizes that ran out of
-    memory are left out: f was not measured there.
-    """
-    fewer, more = at_most.sizes[None], at_least.sizes[:, None]
-    without = np.where(more > 0, np.inf, 0.0)  # of a size that was 0 no other is a multiple
-    ratio = np.where(fewer > 0, more / np.where(fewer > 0, fewer, 1.0), without).max(axis=2)
-    measured = (at_least.sizes[:, None] == at_most.sizes[None]).all(axis=2).any(axis=1)
-    is_larger = (more >= fewer).all(axis=2) & (ratio > 0) & np.isfinite(ratio) & measured[:, None]
-    proportion = rest + np.maximum(at_most.num_bytes - rest, 0.0) * np.where(is_larger, ratio, 1.0)
-    return np.asarray(is_larger & (at_least.num_bytes[:, None] > (1 + ROUNDING) * proportion))
-
-
-def _chords_over(found: BoolArray, at_most: Points, at_least: Points) -> BoolArray:
-    """(L, M) which chords begin no further, and end no nearer, than one of those `found`, (L, M)."""
-    over = np.zeros(found.shape, dtype=bool)
-    for end, begin in np.argwhere(found):
-        ends = (at_least.sizes >= at_least.sizes[end]).all(axis=1)
-        over |= np.outer(ends, (at_most.sizes <= at_most.sizes[begin]).all(axis=1))
-    return over

@@ -43,8 +43,7 @@ def test_the_highest_of_any_lines_lies_within_the_envelope(data: st.DataObject) 
     pairs = [(s, s + more) for s, more in data.draw(st.lists(st.tuples(share, share), min_size=1, max_size=6))]
     asked = [(s, s + more) for s, more in data.draw(st.lists(st.tuples(share, share), min_size=1, max_size=6))]
     seen = at(*((s, m, peak(s, m)) for s, m in pairs))
-    knows_rest = data.draw(st.booleans())
-    envelope = Envelope.through(seen, seen, rest=float(rest), most=(float(beta), np.inf), knows_rest=knows_rest)
+    envelope = Envelope.through(seen, seen, rest=float(rest), most=(float(beta), np.inf))
     truth = np.array([peak(*one) for one in asked])
     assert (envelope.least(sizes(*asked)) <= truth * (1 + 1e-6) + 1e-6).all()
     if any(m for _, m in pairs) or not omega:
@@ -58,51 +57,12 @@ def test_a_failure_bounds_from_below_what_comes_close_to_it() -> None:
     assert envelope.least(sizes((7, 0)))[0] == pytest.approx(35)
 
 
-def test_where_a_peak_jumped_the_rise_over_it_is_no_slope() -> None:
-    """The second sample took 9 and the others 7: ``2 + 5 x 9 = 47`` is no bound, since 5 take at most 40."""
-    points = at((1, 0, 9), (2, 0, 18), (3, 0, 25), (4, 0, 32))
-    envelope = Envelope.through(points, points, rest=2.0)
-    assert envelope.sure(sizes((5, 0))) == pytest.approx(35)
-    assert envelope.least(sizes((5, 0))) == pytest.approx(39)
-    assert envelope.most(sizes((5, 0))) == pytest.approx(40)
-
-
 def test_a_jump_that_nothing_contradicts_yet_makes_nothing_sure_beyond_the_most() -> None:
     """From 6 with 1 sample to 20 with 3 a sample took 7, and the first no more than 6."""
     points = at((1, 0, 6), (3, 0, 20))
     envelope = Envelope.through(points, points, rest=2.0)
     assert envelope.slopes[0] == pytest.approx(7)
     assert envelope.sure(sizes((1, 0))) == envelope.most(sizes((1, 0))) == pytest.approx(6)
-
-
-def test_no_chord_over_a_jump_goes_on() -> None:
-    """3 with 1, 6 with 3 and 8 with 5: 1.5 a sample from 1 to 3 did not go on, so 7 take 10 at least, not 11.2."""
-    points = at((1, 0, 3), (3, 0, 6), (5, 0, 8))
-    envelope = Envelope.through(points, points, rest=0.0)
-    assert envelope.least(sizes((7, 0)))[0] == pytest.approx(10)
-    assert envelope.slopes[0] == pytest.approx(1)
-
-
-def test_a_rise_out_of_proportion_is_a_jump_where_rest_is_known() -> None:
-    """2 rest, and 5.7 with 4 samples: 6 take 7.55 at most, and took 8. What a sample takes is told by the chord from 2
-    to 4, and by none to 6; what is above rest grows in proportion from the 6 on, and 4 take no more than they did.
-    """
-    points = at((2, 0, 3.9), (4, 0, 5.7), (6, 0, 8))
-    envelope = Envelope.through(points, points, rest=2.0, knows_rest=True)
-    assert envelope.sure(sizes((5, 0)))[0] == pytest.approx(2 + 5 * 0.9)
-    assert envelope.sure(sizes((8, 0)))[0] == envelope.least(sizes((8, 0)))[0] == pytest.approx(8 + 2 * 0.9)
-    assert envelope.most(sizes((8, 0)))[0] == pytest.approx(10)
-    assert envelope.most(sizes((5, 0), (4, 0))) == pytest.approx([8, 5.7])
-    unknown = Envelope.through(points, points, rest=2.0)
-    assert unknown.sure(sizes((8, 0)))[0] > 10
-
-
-def test_what_ran_out_of_memory_is_no_jump() -> None:
-    """Nothing was measured there: 6 samples that needed more than 8 may have needed it in proportion to more."""
-    ran, failed = at((4, 0, 5.7)), at((4, 0, 5.7), (6, 0, 8))
-    known, unknown = (Envelope.through(ran, failed, rest=2.0, knows_rest=knows_rest) for knows_rest in (True, False))
-    assert known.most(sizes((8, 0))) == unknown.most(sizes((8, 0)))
-    assert known.least(sizes((8, 0))) == unknown.least(sizes((8, 0)))
 
 
 def test_a_convex_peak_began_no_lower_than_its_line() -> None:
