@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from splittune.search.arrays import FloatArray
+from splittune.search.arrays import BoolArray, FloatArray
 
 # Bounds that meet in less than this volume, scaled to units of 1, do not meet in a corner.
 LEAST_VOLUME = 1e-9
@@ -41,7 +41,8 @@ class Envelope:
 
     - **The most**: the highest line that lies below every point where `f` is known to be no more.
     - **The least**: f is convex and never falls, so a chord to a point where f is no less goes on
-      beyond it, and beta is no less than the steepest chord.
+      beyond it, and beta is no less than the steepest chord. A chord over a jump does not count: f rose by more than
+      in proportion to what was above a rest that is known.
 
     Worked: 2 at rest, f is 5 at a share of 1 and 8 at 10. A line may rise by 0.6 a sample at most,
     from 2, so at a share of 20 f is 14 at most. It rose by a third from 1 to 10, so it is 11.3 at least.
@@ -51,6 +52,7 @@ class Envelope:
         at_least: where f is no less.
         rest: no line begins below it.
         least, most: of the largest beta and of the largest omega, as others tell.
+        knows_rest: whether `rest` is a reading, so that a rise out of proportion to what is above it was a jump.
     """
 
     rest: float
@@ -73,13 +75,17 @@ class Envelope:
         rest: float,
         least: tuple[float, float] = (0.0, 0.0),
         most: tuple[float, float] = (np.inf, np.inf),
+        *,
+        knows_rest: bool = False,
     ) -> Envelope:
         """The envelope that these points leave; see `Envelope`."""
+        jumps = _chords_over(_out_of_proportion(at_most, at_least, rest), at_most, at_least) if knows_rest else False
         chords, ends = _chords(at_most, at_least)
         if len(ends):
             # a line that rises so steeply began no higher, where it did not go on either
             begins = at_least.num_bytes[ends] - _times(at_least.sizes[ends], chords.sizes) * chords.num_bytes
             rest = max(min(rest, float(begins.min())), 0.0)
+        chords, ends = _chords(at_most, at_least, left_out=jumps)
         rest = min(rest, float(at_most.num_bytes.min()) - 1.0)
         alone = np.where((chords.sizes > 0) & (chords.sizes[:, ::-1] <= 0), chords.sizes, np.inf)
         least_slopes = np.maximum((chords.num_bytes[:, None] / alone).max(axis=0, initial=0.0), least)
@@ -177,8 +183,8 @@ def _extreme_lines(sizes: FloatArray, num_bytes: FloatArray, most_slopes: tuple[
     return np.asarray(np.unique(np.maximum(corners, 0.0), axis=0) / scale * unit)
 
 
-def _chords(at_most: Points, at_least: Points) -> tuple[Points, NDArray[np.int64]]:
-    """The steepest rises of f to each point of `at_least`, and the places of those points.
+def _chords(at_most: Points, at_least: Points, left_out: BoolArray | bool = False) -> tuple[Points, NDArray[np.int64]]:
+    """The steepest rises of f to each point of `at_least`, and the places of those points; none of `left_out`, (L, M).
 
     Up to three for each: one in each size alone, and one in both.
     """
@@ -187,9 +193,34 @@ def _chords(at_most: Points, at_least: Points) -> tuple[Points, NDArray[np.int64
     largest = np.maximum(at_least.sizes, 1.0)[:, None]
     chosen = set()
     for counted in ((True, False), (False, True), (True, True)):
-        matches = ((over > 0) == counted).all(axis=2) & (risen > 0)
+        matches = ((over > 0) == counted).all(axis=2) & (risen > 0) & ~np.asarray(left_out)
         steepness = np.where(matches, risen / np.where(over > 0, over / largest, 0.0).max(axis=2, initial=1e-9), 0.0)
         begins = steepness.argmax(axis=1) if steepness.size else np.zeros(0, dtype=int)
         chosen |= {(int(end), int(begins[end])) for end in range(len(begins)) if steepness[end, begins[end]] > 0}
     ends, begins = np.array(sorted(chosen), dtype=int).reshape(-1, 2).T
     return Points(sizes=over[ends, begins], num_bytes=risen[ends, begins]), ends
+
+
+def _out_of_proportion(at_most: Points, at_least: Points, rest: float) -> BoolArray:
+    """(L, M) between which points, of `at_most` and at which f was measured, it rose more than in proportion.
+
+    What is above rest does not, if every line begins at rest or above. Worked: 2 rest, and f is 5.7 with 4 samples, so
+    6 take no more than ``2 + 3.7 x 6 / 4 = 7.55``. Where they take 8, it jumped by 0.45 at least. Sizes that ran out of
+    memory are left out: f was not measured there.
+    """
+    fewer, more = at_most.sizes[None], at_least.sizes[:, None]
+    without = np.where(more > 0, np.inf, 0.0)  # of a size that was 0 no other is a multiple
+    ratio = np.where(fewer > 0, more / np.where(fewer > 0, fewer, 1.0), without).max(axis=2)
+    measured = (at_least.sizes[:, None] == at_most.sizes[None]).all(axis=2).any(axis=1)
+    is_larger = (more >= fewer).all(axis=2) & (ratio > 0) & np.isfinite(ratio) & measured[:, None]
+    proportion = rest + np.maximum(at_most.num_bytes - rest, 0.0) * np.where(is_larger, ratio, 1.0)
+    return np.asarray(is_larger & (at_least.num_bytes[:, None] > (1 + ROUNDING) * proportion))
+
+
+def _chords_over(found: BoolArray, at_most: Points, at_least: Points) -> BoolArray:
+    """(L, M) which chords begin no further, and end no nearer, than one of those `found`, (L, M)."""
+    over = np.zeros(found.shape, dtype=bool)
+    for end, begin in np.argwhere(found):
+        ends = (at_least.sizes >= at_least.sizes[end]).all(axis=1)
+        over |= np.outer(ends, (at_most.sizes <= at_most.sizes[begin]).all(axis=1))
+    return over

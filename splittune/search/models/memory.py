@@ -254,7 +254,7 @@ class MemoryModel:
             full = self.budget_bytes[[device]]
             live = float((full - self._overheads[device, accumulates](full))[0])
             at_least += [(*size, live) for size in self._readings.oom_sizes(device, accumulates)]
-        smallest = min(peak for *_, peak in at_most)
+        smallest, knows_rest = min(peak for *_, peak in at_most), rest is not None
         least, most = slopes
         if rest is None:
             # parameters rest, and gradients come on top, as large
@@ -268,7 +268,7 @@ class MemoryModel:
                 without_samples, Points.of(at_most), Points.of(at_least)
             ):
                 at_most += [(0.0, 0.0, without_samples)]
-        return Envelope.through(Points.of(at_most), Points.of(at_least), rest, least, most)
+        return Envelope.through(Points.of(at_most), Points.of(at_least), rest, least, most, knows_rest=knows_rest)
 
     def _least_part(self, device: int, accumulates: bool) -> float:
         """The part of what is not known that the device takes at least: by what fills it, and by its failures.

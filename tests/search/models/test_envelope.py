@@ -43,7 +43,8 @@ def test_the_highest_of_any_lines_lies_within_the_envelope(data: st.DataObject) 
     pairs = [(s, s + more) for s, more in data.draw(st.lists(st.tuples(share, share), min_size=1, max_size=6))]
     asked = [(s, s + more) for s, more in data.draw(st.lists(st.tuples(share, share), min_size=1, max_size=6))]
     seen = at(*((s, m, peak(s, m)) for s, m in pairs))
-    envelope = Envelope.through(seen, seen, rest=float(rest), most=(float(beta), np.inf))
+    knows_rest = data.draw(st.booleans())
+    envelope = Envelope.through(seen, seen, rest=float(rest), most=(float(beta), np.inf), knows_rest=knows_rest)
     truth = np.array([peak(*one) for one in asked])
     assert (envelope.least(sizes(*asked)) <= truth * (1 + 1e-6) + 1e-6).all()
     if any(m for _, m in pairs) or not omega:
@@ -63,6 +64,22 @@ def test_a_jump_that_nothing_contradicts_yet_makes_nothing_sure_beyond_the_most(
     envelope = Envelope.through(points, points, rest=2.0)
     assert envelope.slopes[0] == pytest.approx(7)
     assert envelope.sure(sizes((1, 0))) == envelope.most(sizes((1, 0))) == pytest.approx(6)
+
+
+def test_no_slope_goes_on_from_a_rise_out_of_proportion_where_rest_is_known() -> None:
+    """2 rest, and 5.7 with 4 samples: 6 take 7.55 at most, and took 8. The chord from 2 to 4 tells what a sample takes,
+    0.9, and none to 6 does, by which 8 would take 10.3 at least."""
+    points = at((2, 0, 3.9), (4, 0, 5.7), (6, 0, 8))
+    known, unknown = (Envelope.through(points, points, 2.0, knows_rest=knows_rest) for knows_rest in (True, False))
+    assert known.slopes[0] == pytest.approx(0.9)
+    assert known.least(sizes((8, 0)))[0] < 10 < unknown.least(sizes((8, 0)))[0]
+
+
+def test_what_ran_out_of_memory_is_no_jump() -> None:
+    """Nothing was measured there: 6 samples that needed more than 8 may have needed it in proportion to more."""
+    ran, failed = at((4, 0, 5.7)), at((4, 0, 5.7), (6, 0, 8))
+    known, unknown = (Envelope.through(ran, failed, 2.0, knows_rest=knows_rest) for knows_rest in (True, False))
+    assert known.least(sizes((8, 0))) == unknown.least(sizes((8, 0)))
 
 
 def test_a_convex_peak_began_no_lower_than_its_line() -> None:
