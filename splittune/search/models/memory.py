@@ -70,6 +70,8 @@ class Interval:
     """At most, if predictions come true."""
     most: FloatArray
     """With the margin for what no trial has shown."""
+    most_after_cache_flush: FloatArray
+    """`most` once the allocator, running short, has handed back its free blocks: more is an OOM."""
     surprise: FloatArray
     """How often a peak exceeds `foretold`."""
     least_part: FloatArray
@@ -122,6 +124,8 @@ class MemoryModel:
         self._readings = MemoryReadings(num_devices)
         self.margin = MOST_MARGIN
         """How many times the growth that no trial has shown is added to `Interval.most`."""
+        self._hands_back = True
+        """Whether no device has run out of memory that its allocator was to have handed back: in pieces it cannot."""
         self._num_surprises = 0
         """How many trials took more than was foretold without a margin."""
         self.errors: list[float] = []
@@ -186,26 +190,29 @@ class MemoryModel:
         return Interval(**dict(zip(names, told, strict=True)))
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
-        """(6, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
+        """(7, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
         envelope = self._envelopes[device, accumulates]
-        held, unseen = self._held(device, sizes, accumulates)
+        held, after_flush, unseen = self._held(device, sizes, accumulates)
         most = held + self.margin * unseen
+        flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
         sure, least = np.minimum(sure, most), np.minimum(least, most)
         each = np.ones(len(sizes))
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
         least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each
         idle = (sizes[:, 0] == 0) & (device > 0)
-        told = np.stack([sure, least, held, most, surprise, least_part])
+        told = np.stack([sure, least, np.minimum(held, most), most, flushed, surprise, least_part])
         return np.where(idle, 0.0, told)
 
-    def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray]:
-        """(N,) the most reserved bytes without a margin, and the part of them that no trial has shown."""
-        live = np.maximum(self._envelopes[device, accumulates].most(sizes), self._readings.update_bytes(device))
-        held = live + self._overheads[device, accumulates](live)
+    def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
+        overhead, envelope = self._overheads[device, accumulates], self._envelopes[device, accumulates]
+        live = envelope.most(sizes)
+        live = np.maximum(live, self._readings.update_bytes(device))
+        held = live + overhead.most(live)
         unseen = held - self._readings.seen(device, sizes)
         unseen = np.where(self._readings.held_more(device, sizes, accumulates=accumulates), 0.0, unseen)
-        return held, np.maximum(unseen, np.maximum(REACH * held, QUANTUM_BYTES))
+        return held, live + overhead.after_flush(live), np.maximum(unseen, np.maximum(REACH * held, QUANTUM_BYTES))
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -252,7 +259,7 @@ class MemoryModel:
         at_most, at_least, rest = self._readings.points(devices, accumulates)
         for device in devices:
             full = self.budget_bytes[[device]]
-            live = float((full - self._overheads[device, accumulates](full))[0])
+            live = float((full - self._overheads[device, accumulates].most(full))[0])
             at_least += [(*size, live) for size in self._readings.oom_sizes(device, accumulates)]
         smallest, knows_rest = min(peak for *_, peak in at_most), rest is not None
         least, most = slopes
@@ -291,7 +298,7 @@ class MemoryModel:
         if has_run and memory:
             held, most = np.array([reading.peak_reserved_bytes for reading in memory], dtype=float), told.most[0]
         elif trial.measurement.outcome is Outcome.OUT_OF_MEMORY or trial.oom_devices:
-            most = told.most[0]
+            most = told.most_after_cache_flush[0]  # the allocator had handed back what it could
             # where nobody knows which device it was: the one that came nearest to its budget
             lacking = trial.oom_devices or {int((most / np.maximum(self.budget_bytes, 1.0)).argmax())}
             held = np.array([self.budget_bytes[i] if i in lacking else 0.0 for i in range(self._n)])
@@ -299,7 +306,8 @@ class MemoryModel:
             return
         errors = held / np.maximum(most, 1.0) - 1
         self.errors.append(float(errors.max()))
-        enough = self._margin_enough_for(held, split)
+        self._hands_back &= has_run or self.errors[-1] <= 0
+        enough = self._margin_enough_for(held, split, has_run=has_run)
         self._num_surprises += enough > 0
         if not has_run:
             self.margin = max(min(self.margin + LEAST_WIDENING, MOST_MARGIN), WIDENING * enough)
@@ -308,12 +316,13 @@ class MemoryModel:
         elif self._is_larger(held):
             self.margin = max(self.margin / FADING, min(self.margin, WIDENING * enough))
 
-    def _margin_enough_for(self, held: FloatArray, split: BatchSplit) -> float:
+    def _margin_enough_for(self, held: FloatArray, split: BatchSplit, *, has_run: bool) -> float:
         """The margin with which no device would have exceeded its prediction by what it `held`, (n,)."""
         enough = []
         for device in range(self._n):
-            told, unseen = self._held(device, np.array([size_of(device, split)]), split.accumulation_steps > 1)
-            enough.append((held[device] - told[0]) / unseen[0])
+            size = np.array([size_of(device, split)])
+            told, after_flush, unseen = self._held(device, size, split.accumulation_steps > 1)
+            enough.append((held[device] - (told if has_run else after_flush)[0]) / unseen[0])
         return float(np.max(enough))
 
     def _is_larger(self, held: FloatArray) -> bool:

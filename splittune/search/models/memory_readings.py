@@ -59,6 +59,15 @@ class Overhead:
         return self.constant + self.ratio * allocated
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorOverhead:
+    """What torch's allocator reserves at most beyond what is allocated, as two lines; it may reserve nothing."""
+
+    most: Overhead
+    after_flush: Overhead
+    """The most that is left once the allocator, running short, has handed its free blocks back."""
+
+
 @dataclass(slots=True)
 class MemoryReadings:
     """The trials that ran, and those that lacked memory, seen device by device."""
@@ -211,12 +220,13 @@ class MemoryReadings:
         groups = self._groups[len(self.runs)]
         return next((group for group in groups if device in group), (device,))
 
-    def allocator_overhead(self, devices: Sequence[int], *, accumulates: bool) -> Overhead:
-        """The most that the allocator reserved beyond what was allocated, by `devices` in that kind of step.
+    def allocator_overhead(self, devices: Sequence[int], *, accumulates: bool) -> AllocatorOverhead:
+        """What the allocator reserved beyond what was allocated, over all trials of `devices` in that kind of step.
 
         Gradients that stay leave other gaps than such as come and go; where there was no trial of the kind, the others
-        tell. Of each excess up to `QUANTUM_BYTES` is constant, and the rest a ratio. Devices that never held anything
-        are told by all others.
+        tell. Of each excess up to `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the
+        allocator hands its free blocks back: then the constant is the smallest one seen. Devices that
+        never held anything are told by all others.
         """
         held = [
             [
@@ -234,7 +244,10 @@ class MemoryReadings:
         ] or [(1, 0)]
         quanta = [min(excess, QUANTUM_BYTES) for _, excess in pairs]
         ratios = [max(0, excess - QUANTUM_BYTES) / allocated for allocated, excess in pairs]
-        return Overhead(max(quanta), max(ratios))
+        return AllocatorOverhead(
+            most=Overhead(max(quanta), max(ratios)),
+            after_flush=Overhead(min(quanta), max(ratios)),
+        )
 
     def seen(self, device: int, sizes: FloatArray) -> FloatArray:
         """(N,) the most reserved bytes of a trial that demanded no more than `sizes`, (N, 2); 0 without one.

@@ -154,7 +154,7 @@ class SearchState:
         times = self.time.predict(table.steps, table.shards)
         needed = self.memory.needed(table.steps, table.shards)
         budget = self.memory.budget_bytes
-        is_within_budget = (needed.most <= budget).all(axis=1)
+        is_within_budget = (needed.most_after_cache_flush <= budget).all(axis=1)
         cannot_oom = is_within_budget & self.is_grown_slowly(table)
         return CandidateScores(
             table=table,

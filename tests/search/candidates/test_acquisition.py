@@ -18,6 +18,7 @@ def scores(*, most: list[float], cannot_oom: list[bool], gain: float = 0.0, devi
         least=0 * ones,
         foretold=held,
         most=held,
+        most_after_cache_flush=held,
         surprise=0 * ones,
         least_part=ones,
     )

@@ -10,7 +10,7 @@ GIB = float(1024**3)
 
 def peaks(sure: float, least: float, foretold: float, most: float) -> Interval:
     """Of one split on one device, in GiB; a fifth of all peaks is a surprise, and what is unknown spans 32 times."""
-    sizes = {"sure": sure, "least": least, "foretold": foretold, "most": most}
+    sizes = {"sure": sure, "least": least, "foretold": foretold, "most": most, "most_after_cache_flush": most}
     bounds = {name: np.array([[size * GIB]]) for name, size in sizes.items()}
     ratios = {"surprise": 0.2, "least_part": 1 / 32}
     return Interval(**bounds, **{name: np.array([[ratio]]) for name, ratio in ratios.items()})

@@ -147,12 +147,40 @@ def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
     assert model.margin >= LEAST_WIDENING
 
 
+def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
+    """What was to fit once free blocks are handed back did not: the prediction was wrong, though
+    more may have been held before, and from then on nothing is counted on to be handed back.
+    """
+    tried = trials(job([card_memory(is_first=True), card_memory(sample=20)], B=B), [even(B, k, 2) for k in (32, 16, 8)])
+
+    def learned(total_bytes: int) -> MemoryModel:
+        judged = []
+        for one, extra in zip(tried, (0, 20, 20), strict=True):
+            held = [
+                replace(memory, peak_reserved_bytes=memory.peak_allocated_bytes + extra * MIB, total_bytes=total_bytes)
+                for memory in one.measurement.memory
+            ]
+            judged.append(replace(one, measurement=replace(one.measurement, memory=tuple(held))))
+        return MemoryModel(judged, 2)
+
+    told = interval(learned(10**12), even(B, 4, 2))
+    after_flush, most = told.most_after_cache_flush[0, 1], told.most[0, 1]
+    assert most - after_flush > 15 * MIB
+    model = learned(int(after_flush + most) // 2)
+    failed = Measurement(split=even(B, 4, 2), outcome=Outcome.OUT_OF_MEMORY, message="device 1: out of memory")
+    model.observe([JudgedTrial(measurement=failed, oom_devices=frozenset({1}))])
+    assert model.errors[-1] > 0
+    assert model.margin >= LEAST_WIDENING
+    again = interval(model, even(B, 5, 2))
+    assert again.most_after_cache_flush.tolist() == again.most.tolist()
+
+
 def test_a_failure_of_nobody_knows_which_device_counts_for_the_fullest() -> None:
     """The prediction was too low by what the device that came nearest to its budget had left."""
     problem = job([card_memory(is_first=True), card_memory()], B=B)
     model = MemoryModel(trials(problem, [even(B, 32, 2), even(B, 16, 2)]), 2)
     told = interval(model, even(B, 2, 2))
-    nearest = (model.budget_bytes / told.most[0]).min()
+    nearest = (model.budget_bytes / told.most_after_cache_flush[0]).min()
     assert nearest > 1
     before = interval(model, even(B, 1, 2)).most
     model.observe([JudgedTrial(measurement=Measurement(split=even(B, 2, 2), outcome=Outcome.OUT_OF_MEMORY))])
