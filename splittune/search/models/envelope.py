@@ -66,6 +66,8 @@ class Envelope:
     """(C,) the point of `at_least` where each chord ends."""
     least_slopes: FloatArray
     """(2,) least of the largest beta, and of the largest omega."""
+    jumped: Points
+    """Those of `at_least` that rose out of proportion: from there on f is no less."""
 
     @classmethod
     def through(
@@ -79,7 +81,8 @@ class Envelope:
         knows_rest: bool = False,
     ) -> Envelope:
         """The envelope that these points leave; see `Envelope`."""
-        jumps = _chords_over(_out_of_proportion(at_most, at_least, rest), at_most, at_least) if knows_rest else False
+        risen = _out_of_proportion(at_most, at_least, rest) & knows_rest
+        jumps, jumped = _chords_over(risen, at_most, at_least), risen.any(axis=1)
         chords, ends = _chords(at_most, at_least)
         if len(ends):
             # a line that rises so steeply began no higher, where it did not go on either
@@ -103,6 +106,7 @@ class Envelope:
             chords=chords,
             ends=ends,
             least_slopes=least_slopes,
+            jumped=Points(sizes=at_least.sizes[jumped], num_bytes=at_least.num_bytes[jumped]),
         )
 
     @property
@@ -118,8 +122,11 @@ class Envelope:
         return np.asarray(np.minimum(highest, np.where(is_enough, self.at_most.num_bytes, np.inf).min(axis=1)))
 
     def sure(self, sizes: FloatArray) -> FloatArray:
-        """(N,) the least of what grows from rest, for `sizes` (N, 2); no more than `most`."""
-        return np.asarray(np.minimum(self.rest + sizes @ self.least_slopes, self.most(sizes)))
+        """(N,) the least of what grows, from rest or from a jump, for `sizes` (N, 2); no more than `most`."""
+        grown = self.rest + sizes @ self.least_slopes
+        further = sizes[:, None] - self.jumped.sizes
+        beyond = np.where((further >= 0).all(axis=2), self.jumped.num_bytes + further @ self.least_slopes, 0.0)
+        return np.asarray(np.minimum(np.maximum(grown, beyond.max(axis=1, initial=0.0)), self.most(sizes)))
 
     def least(self, sizes: FloatArray) -> FloatArray:
         """(N,) for `sizes` (N, 2)."""
