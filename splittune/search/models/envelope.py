@@ -85,7 +85,7 @@ class Envelope:
         jumps, jumped = _chords_over(risen, at_most, at_least), risen.any(axis=1)
         chords, ends = _chords(at_most, at_least)
         if len(ends):
-            # a line that rises so steeply began no higher, where it did not go on either
+            # a line that rises so steeply began no higher, over a jump either
             begins = at_least.num_bytes[ends] - _times(at_least.sizes[ends], chords.sizes) * chords.num_bytes
             rest = max(min(rest, float(begins.min())), 0.0)
         chords, ends = _chords(at_most, at_least, left_out=jumps)

@@ -201,7 +201,7 @@ class MemoryModel:
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
         least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each
         idle = (sizes[:, 0] == 0) & (device > 0)
-        told = np.stack([sure, least, np.minimum(held, most), most, flushed, surprise, least_part])
+        told = np.stack([sure, least, held, most, flushed, surprise, least_part])
         return np.where(idle, 0.0, told)
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:

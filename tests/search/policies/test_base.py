@@ -5,17 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from splittune.profiling.measurement import Measurement, Outcome
-from splittune.search.judged_trials import JudgedTrial
 from splittune.search.policies.base import MAX_GROWTH
-from splittune.split import BatchSplit
 from tests.search.policies.story import best_of, search, state_after
 from tests.search.problem import CardTime, Job, card_memory, even, job, split
-
-
-def out_of_memory(on: int, of: BatchSplit) -> JudgedTrial:
-    """A trial that ran out of memory on this device, whatever the models make of that."""
-    return JudgedTrial.of(Measurement(split=of, outcome=Outcome.OUT_OF_MEMORY, message=f"device {on}: full"), [0] * 9)
 
 
 def test_shares_do_not_leap() -> None:
