@@ -35,9 +35,9 @@ class UpperConfidenceBound:
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
     oom_price: float = 0.7
-    """What a trial that runs out of memory costs, in logarithms of time; as much more for each that did. A choice: of
-    0.5, 0.7 and 1 the largest with which no more searches ended far behind a split that they did not dare. Larger: fewer
-    risks, and more such searches."""
+    """What a trial that runs out of memory costs, in logarithms of time; as much more for each that did. A choice:
+    of 0.5, 0.7 and 1 the largest with which no more searches ended far behind a split that they did not dare.
+    Larger: fewer risks, and more such searches."""
     blind_oom_price: float = 0.1
     """The price where trials do not tell what is held at rest: running out of memory is then the only way to
     learn what fits, so it stays the same. A choice."""
