@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -143,6 +143,7 @@ class MemoryModel:
         """Learn from further trials, oldest first, after comparing each with its prediction."""
         for trial in trials:
             if self._readings.runs:
+                trial = self._located(trial)  # noqa: PLW2901  the same trial, told more of
                 self._check(trial)
             if trial.measurement.memory and trial.measurement.throughput is not None:
                 self._readings.runs.append(trial.measurement)
@@ -289,6 +290,20 @@ class MemoryModel:
         return min(max(parts), 1.0)
 
     # --- learning from errors --------------------------------------------------------------------
+
+    def _located(self, trial: JudgedTrial) -> JudgedTrial:
+        """The trial, and where it likely ran out of memory, if neither a reading nor a message tells.
+
+        That is where least was left, if the bounds hold it possible; or the one device where they do. A guess: it
+        makes more of the same unlikely, and rules no split out.
+        """
+        if trial.measurement.outcome is not Outcome.OUT_OF_MEMORY or trial.oom_devices:
+            return trial
+        split = trial.split
+        told = self.needed(np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float))
+        possible = frozenset(np.flatnonzero(told.most_after_cache_flush[0] > self.budget_bytes).tolist())
+        tightest = trial.likely_oom_devices if trial.measurement.memory else frozenset()
+        return replace(trial, oom_devices=possible if len(possible) == 1 else possible & tightest)
 
     def _check(self, trial: JudgedTrial) -> None:
         """Compare a trial with its prediction, and raise the predictions to come if it took more."""

@@ -44,6 +44,28 @@ def test_running_out_of_memory_raises_the_least_to_what_was_there() -> None:
     assert told.least[1, 1] > 1000 * MIB
 
 
+def test_where_nobody_tells_which_device_it_was_the_fullest_is_held_to_be_it() -> None:
+    """No message names one, and none lacks headroom, for none is demanded: what is foretold is as if it had been named.
+
+    Without readings it is so where one device alone could have been it by the bounds, and nothing is learned where two.
+    """
+    failed = split(B, 2, 8, 24)
+    least, chances = [], []
+    for first, knows in ((4000, True), (4000, False), (400, True), (400, False)):
+        problem = job([card_memory(is_first=True, total=first), card_memory(sample=60, total=1000)], B=B)
+        oom = replace(trial(problem, failed), oom_devices=frozenset({1} if knows else ()))
+        bare = replace(oom, measurement=replace(oom.measurement, memory=()))
+        for one in (oom, bare):
+            model = MemoryModel([*trials(problem, [even(B, 32, 2)]), one], 2)
+            least.append(float(interval(model, failed).least[0, 1]) / MIB)
+            chances.append(float(interval(model, split(B, 3, 3, 19)).chance_below(model.budget_bytes)[0]))
+    assert least[0] >= 990
+    assert least[:4] == [least[0]] * 4
+    assert chances[:4] == [chances[0]] * 4
+    assert least[4] == least[5] == least[6]
+    assert least[7] < 0.9 * least[6]
+
+
 class Steepening:
     """A job whose cards need more for large shares than its first trials say."""
 
