@@ -96,7 +96,9 @@ def _with_costs(trials: StepTrials, plain: Hypothesis, slowest_s: FloatArray, wi
         return best
     least = HOST_GAIN * error
     for part in HOST_PARTS:
-        tried, error = at(part * plain.most_host_s_per_device)
-        if error < least:
+        host_s = part * plain.most_host_s_per_device
+        waited = host_s * trials.counts.active_devices > slowest_s
+        tried, error = at(host_s)
+        if error < least and waited.sum() > 1:  # one trial that took a little longer is noise as well
             best, least = tried, error
     return best

@@ -221,6 +221,18 @@ def test_a_host_that_launches_for_all_is_found() -> None:
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
 
 
+@pytest.mark.parametrize("seed", [0, 11, 31])
+def test_one_trial_does_not_tell_that_cards_wait_for_the_host(seed: int) -> None:
+    """A sample on one card, on two and on three, with noise of 2 %: where three took some percent longer the host was
+    held to have been just too slow for them, and four cards were foretold to take a third longer than they do."""
+    times = [CardTime(launch_s=0.01, sample_s=0.86)] * 8
+    problem = job(8, B=144, times=times, micro_step_s=0.01, update_s=0.02, reduce_s=0.2, noise=0.02)
+    problem.seed = seed
+    tried = [split(144, 144 // cards, 0, *[1] * cards, *[0] * (7 - cards)) for cards in (1, 2, 3, 4)]
+    model = model_of(problem, tried[:-1])
+    assert predicted(model, tried[-1]) == pytest.approx(truth(problem, tried[-1]), rel=0.05)
+
+
 def test_only_what_ran_counts() -> None:
     """Failures have no times; a split that kept too little headroom ran, and counts."""
     problem = job(2, B=B)
