@@ -141,9 +141,9 @@ class MemoryModel:
 
     def observe(self, trials: Iterable[JudgedTrial]) -> None:
         """Learn from further trials, oldest first, after comparing each with its prediction."""
-        for trial in trials:
+        for one in trials:
+            trial = self._located(one) if self._readings.runs else one
             if self._readings.runs:
-                trial = self._located(trial)  # noqa: PLW2901  the same trial, told more of
                 self._check(trial)
             if trial.measurement.memory and trial.measurement.throughput is not None:
                 self._readings.runs.append(trial.measurement)
@@ -189,6 +189,10 @@ class MemoryModel:
                 different, places = np.unique(asked, axis=0, return_inverse=True)
                 told[:, chosen, device] = self._needed_by(device, different, accumulates)[:, places.ravel()]
         return Interval(**dict(zip(names, told, strict=True)))
+
+    def _needed_by_one(self, split: BatchSplit) -> Interval:
+        """The peaks of one split, in one row."""
+        return self.needed(np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float))
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
         """(7, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
@@ -299,8 +303,7 @@ class MemoryModel:
         """
         if trial.measurement.outcome is not Outcome.OUT_OF_MEMORY or trial.oom_devices:
             return trial
-        split = trial.split
-        told = self.needed(np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float))
+        told = self._needed_by_one(trial.split)
         possible = frozenset(np.flatnonzero(told.most_after_cache_flush[0] > self.budget_bytes).tolist())
         tightest = trial.likely_oom_devices if trial.measurement.memory else frozenset()
         return replace(trial, oom_devices=possible if len(possible) == 1 else possible & tightest)
@@ -308,7 +311,7 @@ class MemoryModel:
     def _check(self, trial: JudgedTrial) -> None:
         """Compare a trial with its prediction, and raise the predictions to come if it took more."""
         split, memory = trial.split, trial.measurement.memory
-        told = self.needed(np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float))
+        told = self._needed_by_one(split)
         has_run = trial.measurement.throughput is not None
         if has_run and memory:
             held, most = np.array([reading.peak_reserved_bytes for reading in memory], dtype=float), told.most[0]

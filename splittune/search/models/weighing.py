@@ -32,6 +32,8 @@ FREEDOM = 4.0
 HOST_PARTS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
 # Waiting for the host is believed if it leaves less than this part of the squared errors. A choice.
 HOST_GAIN = 0.5
+# And if at least so many trials waited: that one took a little longer may be noise. A choice.
+WAITED = 2
 
 
 def tiles(trials: StepTrials) -> list[int]:
@@ -97,8 +99,9 @@ def _with_costs(trials: StepTrials, plain: Hypothesis, slowest_s: FloatArray, wi
     least = HOST_GAIN * error
     for part in HOST_PARTS:
         host_s = part * plain.most_host_s_per_device
-        waited = host_s * trials.counts.active_devices > slowest_s
+        if (host_s * trials.counts.active_devices > slowest_s).sum() < WAITED:
+            continue
         tried, error = at(host_s)
-        if error < least and waited.sum() > 1:  # one trial that took a little longer is noise as well
+        if error < least:
             best, least = tried, error
     return best

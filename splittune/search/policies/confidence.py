@@ -49,8 +49,8 @@ class UpperConfidenceBound:
     keep too little headroom, is worth its upper confidence bound, too, times the probability to keep it. A choice:
     asked sooner, it led the searches of one recorded job to run out of memory."""
     least_chance: float = 0.2
-    """Before a search ends that probability counts as no less: of 110 splits with none in the model's eyes seven kept
-    their headroom, and to find out costs a trial and no OOM. A choice. Larger: more trials that lack headroom; smaller:
+    """Before a search ends that probability counts as no less: of 110 peaks that the model gave none seven kept within
+    the limit, and to find out costs a trial and no OOM. A choice. Larger: more trials that lack headroom; smaller:
     larger gains missed."""
     min_trials: int = 6
     """A choice: half of all searches take as many anyway, and those that ended far behind the best mostly had had three
