@@ -42,7 +42,7 @@ class Envelope:
     - **The most**: the highest line that lies below every point where `f` is known to be no more.
     - **The least**: f is convex and never falls, so a chord to a point where f is no less goes on
       beyond it, and beta is no less than the steepest chord. A chord over a jump does not count: f rose by more than
-      in proportion to what was above a rest that is known.
+      in proportion to what was above a rest that is known, or by so much that it is less further on than the chord.
 
     Worked: 2 at rest, f is 5 at a share of 1 and 8 at 10. A line may rise by 0.6 a sample at most,
     from 2, so at a share of 20 f is 14 at most. It rose by a third from 1 to 10, so it is 11.3 at least.
@@ -67,7 +67,7 @@ class Envelope:
     least_slopes: FloatArray
     """(2,) least of the largest beta, and of the largest omega."""
     jumped: Points
-    """Those of `at_least` that rose out of proportion: from there on f is no less."""
+    """Those of `at_least` to which f jumped: from there on it is no less."""
 
     @classmethod
     def through(
@@ -81,7 +81,7 @@ class Envelope:
         knows_rest: bool = False,
     ) -> Envelope:
         """The envelope that these points leave; see `Envelope`."""
-        risen = _out_of_proportion(at_most, at_least, rest) & knows_rest
+        risen = _out_of_proportion(at_most, at_least, rest) & knows_rest | _flatter_beyond(at_most, at_least)
         jumps, jumped = _chords_over(risen, at_most, at_least), risen.any(axis=1)
         chords, ends = _chords(at_most, at_least)
         if len(ends):
@@ -222,6 +222,24 @@ def _out_of_proportion(at_most: Points, at_least: Points, rest: float) -> BoolAr
     is_larger = (more >= fewer).all(axis=2) & (ratio > 0) & np.isfinite(ratio) & measured[:, None]
     proportion = rest + np.maximum(at_most.num_bytes - rest, 0.0) * np.where(is_larger, ratio, 1.0)
     return np.asarray(is_larger & (at_least.num_bytes[:, None] > (1 + ROUNDING) * proportion))
+
+
+def _flatter_beyond(at_most: Points, at_least: Points) -> BoolArray:
+    """(L, M) between which points, of `at_most` and `at_least`, f rose more steeply than it did to a point further on.
+
+    But for jumps it is convex, so there was one. Worked: f is 2 with 1 sample, 4 with 3 and 5 with 5: from 3 on it rose
+    by 0.5 a sample, so of the 2 before at least 1 was a jump.
+    """
+    found = np.zeros((len(at_least.sizes), len(at_most.sizes)), dtype=bool)
+    for end, (sizes, num_bytes) in enumerate(zip(at_least.sizes, at_least.num_bytes, strict=True)):
+        # a point with more of one size bounds f with as much, too
+        over, risen = np.maximum(sizes - at_most.sizes, 0.0), num_bytes - at_most.num_bytes
+        is_chord = (over > 0).any(axis=1) & (risen > 0)
+        further = at_most.sizes[:, None] - sizes
+        on_chord = num_bytes + _times(further, over[is_chord]) * risen[is_chord]
+        is_below = (further >= 0).all(axis=2) & (at_most.num_bytes[:, None] < (1 - ROUNDING) * on_chord)
+        found[end, is_chord] = is_below.any(axis=0)
+    return found
 
 
 def _chords_over(found: BoolArray, at_most: Points, at_least: Points) -> BoolArray:

@@ -82,6 +82,30 @@ def test_what_ran_out_of_memory_is_no_jump() -> None:
     assert known.least(sizes((8, 0))) == unknown.least(sizes((8, 0)))
 
 
+def test_no_slope_goes_on_from_a_rise_that_was_flatter_further_on() -> None:
+    """2 with 1 sample, 4 with 3 and 5 with 5: half of what came from 1 to 3 was a jump. By the chord over it a sample
+    takes 1 and 11 take 12 at least, by that after it 0.5 and 8. From 1 to 5 is over the jump, too."""
+    points = at((1, 0, 2), (3, 0, 4), (5, 0, 5))
+    envelope = Envelope.through(points, points, rest=1.0)
+    assert envelope.slopes[0] == pytest.approx(0.5)
+    assert envelope.least(sizes((11, 0))) == pytest.approx(8)
+    # a chord counts by the share alone, too, where the micro-batch was smaller: from 1 of 9 to 3 of 3
+    points = at((1, 9, 2), (3, 3, 4), (5, 3, 5))
+    assert Envelope.through(points, points, rest=1.0).slopes[0] == pytest.approx(0.5)
+    not_seen = at((1, 0, 2), (3, 0, 4))
+    assert Envelope.through(not_seen, not_seen, rest=1.0).least(sizes((11, 0))) == pytest.approx(12)
+
+
+@given(st.data())
+def test_no_jump_is_seen_where_there_is_none(data: st.DataObject) -> None:
+    """Of the highest of lines every chord counts, as precise as readings are."""
+    lines = data.draw(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9), st.floats(0, 9)), min_size=1, max_size=4))
+    grid = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8, unique=True)
+    peaks = [(s, m, 1 + max(f + beta * s + omega * m for f, beta, omega in lines)) for s, m in data.draw(grid)]
+    points = at(*peaks)
+    assert not Envelope.through(points, points, rest=0.0).jumped.num_bytes.size
+
+
 def test_a_convex_peak_began_no_lower_than_its_line() -> None:
     """1,020 with 4 samples and 1,040 with 8 were no less than 1,000 without; points off the ray tell nothing."""
     points = at((4, 0, 1020), (8, 0, 1040))
