@@ -24,7 +24,8 @@ class UpperConfidenceBound:
     A risk is worth the expected improvement times the probability of feasibility, less the probability of an OOM times
     its price. Worked: 0.3 that keeps its headroom with a chance of 0.7, and runs with one of 0.8, is worth
     ``0.7 x 0.3 - 0.2 x 0.7 = 0.07``, and a trial; if it runs with a chance of 0.7 it is worth nothing. Each trial that
-    ran out of memory makes the next one dearer by the price: it shows that risks are larger here than they look.
+    ran out of memory makes the next one dearer by the price: it shows that risks are larger here than they look. Those
+    before one ran do not: nothing was foretold of them.
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
     may be as little as `most_lost` behind the best is measured, too. And where one split alone has run, and nothing
@@ -69,7 +70,9 @@ class UpperConfidenceBound:
             is_no_risk = scores.cannot_oom if self.is_last else scores.surely_feasible
             gain = np.where(is_no_risk, bound, scores.expected_improvement())
             fits = np.where(scores.cannot_oom & self.is_last, np.maximum(fits, self.least_chance), fits)
-            price = self.oom_price * (1 + sum(trial.lacks_memory and not trial.ran for trial in state.trials))
+            first_that_ran = next(number for number, trial in enumerate(state.trials) if trial.ran)
+            num_oom = sum(trial.lacks_memory and not trial.ran for trial in state.trials[first_that_ran:])
+            price = self.oom_price * (1 + num_oom)
         worth = self._worth(state, scores, fits * gain, price)
         if state.doubt > MOST_DOUBT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)
