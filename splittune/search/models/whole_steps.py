@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
 from splittune.search.arrays import FloatArray
-from splittune.search.models.curves import Curve, fit_curve
+from splittune.search.models.curves import fit_curve
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
 from splittune.search.models.least_squares import non_negative
@@ -44,6 +44,9 @@ GPU0_PENALTY = 1.0
 # What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: the likeliest
 # is where ratios are sought from, so denser parts save few tries.
 FLOORS = tuple(np.linspace(0.0, 0.9, 10))
+# Where the knee of the line is beside which further devices are asked for what they take: at one of these quantiles of
+# the shares. A choice: the curve that is fitted then finds it exactly.
+KNEES = (0.2, 0.4, 0.6, 0.8)
 # Of a micro-step, further devices are taken to cost at most this part: something is left for the work itself.
 MOST_OVERHEAD = 0.9
 
@@ -69,8 +72,8 @@ class WholeSteps:
         weighed = self._drawn(_ratios(start), float(np.logaddexp.reduce([log for log, _ in tried])))
         weighed += self._with_work_of_gpu0(_ratios(start))
         for ratios in {tuple(_ratios(start)), (1.0,) * self.trials.num_devices}:
-            tiled = [self._single_curve(np.array(ratios), tile) for tile in tiles(self.trials)]
-            weighed += [weigh(self.trials, curves, -TILE_PENALTY) for curves in tiled if curves[0].tile > 1]
+            tiled = [self._at(np.array(ratios), tile=tile) for tile in tiles(self.trials)]
+            weighed += [one for one in tiled if one[1].curves[0].tile > 1]
         return weighed
 
     def _sought(self) -> list[Weighed]:
@@ -172,36 +175,48 @@ class WholeSteps:
         """Of ratios, (n,): each that differs counts once, by `RATIO_PENALTY`."""
         return -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum())
 
-    def _at(self, ratios: FloatArray, gpu0_part: float = 0.0) -> Weighed:
-        """With a single curve for all, at these ratios, (n,), and so much of `GPU0_PARTS`."""
-        prior = self._log_prior(ratios) - GPU0_PENALTY * (gpu0_part > 0)
-        curves = self._single_curve(ratios, gpu0_part=gpu0_part)
-        return weigh(self.trials, curves, prior, gpu0_per_sample_s=gpu0_part * curves[0].slope_s)
+    def _at(self, ratios: FloatArray, gpu0_part: float = 0.0, tile: int = 1) -> Weighed:
+        """With a single curve for all, at these ratios, (n,), so much of `GPU0_PARTS`, and tiles.
 
-    def _single_curve(self, ratios: FloatArray, tile: int = 1, gpu0_part: float = 0.0) -> tuple[Curve, ...]:
-        """One curve for all devices, through micro-steps at the largest share times its ratio.
-
-        GPU 0's share is larger by `gpu0_part` of the micro-batch.
+        The likeliest of the curves beside what further devices may take.
         """
+        prior = self._log_prior(ratios) - GPU0_PENALTY * (gpu0_part > 0) - TILE_PENALTY * (tile > 1)
         trials = self.trials
-        # of a single size the curve may take all: what is constant falls out of the comparison
         scaled = trials.shards * ratios
+        # of a single size the curve may take all: what is constant falls out of the comparison
         scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
         shares = scaled.max(axis=1)
-        curve = fit_curve(shares, trials.micro_step_s - self._further_devices_s(shares), trials.noise, tile)
-        assert curve is not None
-        at_ratio = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
-        return tuple(at_ratio[ratio] for ratio in ratios)
+        found = []
+        for further_s in self._further_devices_s(shares):
+            curve = fit_curve(shares, trials.micro_step_s - further_s, trials.noise, tile)
+            assert curve is not None
+            at_ratio = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
+            curves = tuple(at_ratio[ratio] for ratio in ratios)
+            found.append(weigh(trials, curves, prior, gpu0_per_sample_s=gpu0_part * curve.slope_s))
+        return max(found, key=lambda pair: pair[0])
 
-    def _further_devices_s(self, shares: FloatArray) -> FloatArray:
-        """(R,) seconds of a micro-step that grow with the number of devices; 0 where trials had as many."""
-        trials, active = self.trials, self.trials.counts.active_devices
-        if len(np.unique(active)) == 1:
-            return np.zeros(len(active))
-        micro_s = trials.micro_step_s
-        matrix = np.column_stack([np.ones_like(shares), shares, active - 1.0]) / micro_s[:, None]
-        _, _, further_s = non_negative(matrix, np.ones_like(shares))
-        return np.asarray(np.minimum(further_s * (active - 1.0), MOST_OVERHEAD * micro_s))
+    def _further_devices_s(self, shares: FloatArray) -> list[FloatArray]:
+        """(R,) seconds of a micro-step that may grow with the number of devices; 0 alone where trials had as many.
+
+        They are what a straight line leaves, or one with the best of a few knees. Worked: a single device takes 20 ms
+        for up to 100 samples and 34 ms for 170, and so do seven: none of it is for their number. A straight line has
+        shares of 100 on seven take longer than those of 50 did alone, and the number make up for that.
+        """
+        micro_s, further = self.trials.micro_step_s, self.trials.counts.active_devices - 1.0
+        if np.ptp(further) == 0:
+            return [np.zeros(len(further))]
+
+        def told(knee: float) -> tuple[float, float]:
+            """The squared relative error, and the seconds of each further device."""
+            sizes = np.maximum(shares, knee)
+            matrix = np.column_stack([np.ones_like(sizes), sizes, further]) / micro_s[:, None]
+            solution = non_negative(matrix, np.ones_like(sizes))
+            return float(((matrix @ solution - 1.0) ** 2).sum()), float(solution[2])
+
+        straight = told(0.0)
+        knees = [knee for knee in np.unique(np.quantile(shares, KNEES)) if knee < shares.max()]
+        seconds = {each for _, each in (straight, min([straight, *map(told, knees)]))}
+        return [np.minimum(each * further, MOST_OVERHEAD * micro_s) for each in sorted(seconds)]
 
     def _kinds_and_the_rest(self) -> list[NDArray[np.bool_]]:
         """Those of `_kinds_of_unknown_speed`, and where there are several the devices of none of them.

@@ -73,6 +73,23 @@ def test_without_busy_times_what_each_kind_took_alone_tells_their_speeds() -> No
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.1)
 
 
+def test_without_busy_times_what_takes_as_long_for_few_samples_is_not_held_to_be_the_further_devices() -> None:
+    """Of seven cards four take 17 ms for up to 112 samples, and three of another kind for up to 64. A straight line has
+    shares of 100 take longer than those of 56 did alone, which a cost of each further card would then make up for: with
+    it the first is foretold 23 % too long."""
+    fast = CardTime(launch_s=0.0, sample_s=0.00015, knee=112)
+    slow = CardTime(launch_s=0.0, sample_s=0.00026, knee=64)
+    memories = [card_memory(is_first=i == 0, total=10**6 if i < 4 else 10**5) for i in range(7)]
+    problem = job(memories, B=840, times=[fast] * 4 + [slow] * 3, shares="each", tells_busy=False)
+    tried = [even(840, k, 7) for k in (120, 24, 5, 2)]
+    tried += [split(840, 15, *(56 if i == device else 0 for i in range(7))) for device in range(7)]
+    tried += [split(840, 3, 0, 150, 130, 0, 0, 0, 0), split(840, 1, 0, 90, 90, 230, 143, 143, 144)]
+    tried += [split(840, 1, 0, 286, 41, 0, 171, 171, 171)]
+    wanted = [split(840, 1, 150, 150, 150, 150, 80, 80, 80), split(840, 2, 75, 75, 75, 75, 40, 40, 40)]
+    model = TimeModel(trials(problem, tried), range(7))
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.1)
+
+
 @pytest.mark.parametrize("gpu0_part", [0.2, 1.0])
 def test_without_busy_times_what_gpu0_works_on_the_whole_micro_batch_is_found(gpu0_part: float) -> None:
     """Cards of one speed, 2 ms a sample; while the others work GPU 0 works on each sample of the micro-batch, too."""
