@@ -183,11 +183,11 @@ class WholeSteps:
         prior = self._log_prior(ratios) - GPU0_PENALTY * (gpu0_part > 0) - TILE_PENALTY * (tile > 1)
         trials = self.trials
         scaled = trials.shards * ratios
-        # of a single size the curve may take all: what is constant falls out of the comparison
         scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
         shares = scaled.max(axis=1)
         found = []
         for further_s in self._further_devices_s(shares):
+            # of a single size the curve may take all: what is constant falls out of the comparison
             curve = fit_curve(shares, trials.micro_step_s - further_s, trials.noise, tile)
             assert curve is not None
             at_ratio = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
@@ -199,8 +199,9 @@ class WholeSteps:
         """(R,) seconds of a micro-step that may grow with the number of devices; 0 alone where trials had as many.
 
         They are what a straight line leaves, or one with the best of a few knees. Worked: a single device takes 20 ms
-        for up to 100 samples and 34 ms for 170, and so do seven: none of it is for their number. A straight line has
-        shares of 100 on seven take longer than those of 50 did alone, and the number make up for that.
+        for up to 100 samples and 34 ms for 170, and so do seven. By a straight line one sample takes less than 100: if
+        one on each of seven took as long as 100 on one, the further devices take the rest. By one with a knee they
+        take nothing.
         """
         micro_s, further = self.trials.micro_step_s, self.trials.counts.active_devices - 1.0
         if np.ptp(further) == 0:

@@ -74,9 +74,9 @@ def test_without_busy_times_what_each_kind_took_alone_tells_their_speeds() -> No
 
 
 def test_without_busy_times_what_takes_as_long_for_few_samples_is_not_held_to_be_the_further_devices() -> None:
-    """Of seven cards four take 17 ms for up to 112 samples, and three of another kind for up to 64. A straight line has
-    shares of 100 take longer than those of 56 did alone, which a cost of each further card would then make up for: with
-    it the first is foretold 23 % too long."""
+    """Of seven cards four take 17 ms for up to 112 samples, and three of another kind for up to 64. By a straight
+    line a few samples on each of seven take less than 56 on one; they took as long, so each further card would cost the
+    rest: with that the first is foretold 23 % too long."""
     fast = CardTime(launch_s=0.0, sample_s=0.00015, knee=112)
     slow = CardTime(launch_s=0.0, sample_s=0.00026, knee=64)
     memories = [card_memory(is_first=i == 0, total=10**6 if i < 4 else 10**5) for i in range(7)]
