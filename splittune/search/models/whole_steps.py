@@ -44,8 +44,8 @@ GPU0_PENALTY = 1.0
 # What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: the likeliest
 # is where ratios are sought from, so denser parts save few tries.
 FLOORS = tuple(np.linspace(0.0, 0.9, 10))
-# Where the knee of the line is beside which further devices are asked for what they take: at one of these quantiles of
-# the shares. A choice: the curve that is fitted then finds it exactly.
+# What further devices take is what a line leaves, whose knee is at one of these quantiles of the shares. A choice: the
+# curve that is fitted afterwards finds its own. More of them: each proposal takes longer.
 KNEES = (0.2, 0.4, 0.6, 0.8)
 # Of a micro-step, further devices are taken to cost at most this part: something is left for the work itself.
 MOST_OVERHEAD = 0.9
@@ -214,9 +214,9 @@ class WholeSteps:
             solution = non_negative(matrix, np.ones_like(sizes))
             return float(((matrix @ solution - 1.0) ** 2).sum()), float(solution[2])
 
-        straight = told(0.0)
         knees = [knee for knee in np.unique(np.quantile(shares, KNEES)) if knee < shares.max()]
-        seconds = {each for _, each in (straight, min([straight, *map(told, knees)]))}
+        lines = [told(knee) for knee in (0.0, *knees)]
+        seconds = {each for _, each in (lines[0], min(lines))}
         return [np.minimum(each * further, MOST_OVERHEAD * micro_s) for each in sorted(seconds)]
 
     def _kinds_and_the_rest(self) -> list[NDArray[np.bool_]]:

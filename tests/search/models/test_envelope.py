@@ -98,7 +98,7 @@ def test_no_slope_goes_on_from_a_rise_that_was_flatter_further_on() -> None:
 
 @given(st.data())
 def test_no_jump_is_seen_where_there_is_none(data: st.DataObject) -> None:
-    """Of the highest of lines every chord counts, as precise as readings are."""
+    """Of the highest of any lines every chord counts."""
     lines = data.draw(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 9), st.floats(0, 9)), min_size=1, max_size=4))
     grid = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8, unique=True)
     peaks = [(s, m, 1 + max(f + beta * s + omega * m for f, beta, omega in lines)) for s, m in data.draw(grid)]
