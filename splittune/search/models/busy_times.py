@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from splittune.search.arrays import FloatArray
-from splittune.search.models.curves import Curve, fit_curve
+from splittune.search.models.curves import Curve, Tile, fit_curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.least_squares import non_negative
 from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
-from splittune.search.models.weighing import TILE_PENALTY, Weighed, tiles, weigh
+from splittune.search.models.weighing import TILE_PENALTY, Weighed, sizes_of_tiles, weigh
 
 # Busy times at equal shares differ by less than this, and noise, between devices of one speed. A
 # choice. Larger, and unlike devices share a curve; smaller, and each is learned alone.
@@ -51,13 +51,13 @@ class BusyTimes:
             unlinked = weigh(self.trials, curves, log_prior, gpu0_per_sample_s=gpu0_per_sample_s, with_links=False)
             return [(log_posterior - np.log(2), told) for log_posterior, told in (linked, unlinked)]
 
-        plain = self._curves_of_busy_devices(busy_s, tile=1)
+        plain = self._curves_of_busy_devices(busy_s, size=1)
         weighed = of(plain)
         if all(curve.is_well_known(self.trials.noise) for curve in plain):
             return weighed
-        tiled = [self._curves_of_busy_devices(busy_s, tile) for tile in tiles(self.trials)]
+        tiled = [self._curves_of_busy_devices(busy_s, size) for size in sizes_of_tiles(self.trials)]
         for curves in tiled:
-            if any(curve.tile > 1 for curve in curves):
+            if any(curve.tile.part > 0 for curve in curves):
                 weighed += of(curves, -TILE_PENALTY)
         return weighed
 
@@ -86,7 +86,7 @@ class BusyTimes:
         largest = float((per_sample_s * sizes / np.maximum(busy_s[:, 0], per_sample_s * sizes + LEAST_SECONDS)).max())
         return float(per_sample_s) if largest > BUSY_TOLERANCE + SIGNIFICANT_DEVIATIONS * trials.noise else 0.0
 
-    def _curves_of_busy_devices(self, busy_s: FloatArray, tile: int) -> tuple[Curve, ...]:
+    def _curves_of_busy_devices(self, busy_s: FloatArray, size: int) -> tuple[Curve, ...]:
         """A curve for each device: one for all of a speed, a borrowed one before any share."""
         trials = self.trials
         known: dict[int, Curve] = {}
@@ -94,10 +94,11 @@ class BusyTimes:
             shares = np.concatenate([trials.shards[:, i] for i in group])
             times = np.concatenate([busy_s[:, i] for i in group])
             worked = (shares > 0) & (times > 0)
-            curve = fit_curve(shares[worked], times[worked], trials.noise, tile)
-            if curve is not None:
-                known |= dict.fromkeys(group, curve)
-        at = min(curve.shares[-1:] for curve in known.values())  # what was measured of all of them
+            if worked.any():
+                tile = Tile.fitted(size, shares[worked], times[worked])
+                curve = fit_curve(tile.filled(shares[worked]), times[worked], trials.noise)
+                known |= dict.fromkeys(group, replace(curve, tile=tile))
+        at = min(curve.works[-1:] for curve in known.values())  # what was measured of all of them
         by_speed = sorted(sorted(known), key=lambda i: float(known[i](at)[0]))
 
         def likest(device: int) -> int:

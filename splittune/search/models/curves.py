@@ -36,88 +36,100 @@ SINGULAR = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
+class Tile:
+    """Kernels work on tiles of so many samples, and cost as much as full ones; the rest of the work does not."""
+
+    size: int = 1
+    part: float = 0.0
+    """Of the work, what is in tiles: 0 to 1."""
+
+    @classmethod
+    def fitted(cls, size: int, shares: FloatArray, times_s: FloatArray) -> Tile:
+        """That of this size with the part that explains best what shares took; 0 where none does.
+
+        Non-negative least squares on relative errors; a single share, or tiles of 1, tell nothing.
+        """
+        if size == 1 or np.ptp(shares) == 0:
+            return cls(size)
+        matrix = np.column_stack([np.ones_like(shares), shares, cls(size, 1.0).filled(shares)]) / times_s[:, None]
+        _, plain, tiled = non_negative(matrix, np.ones_like(shares))
+        return cls(size, float(tiled / (plain + tiled)) if tiled > 0 else 0.0)
+
+    def filled(self, shares: FloatArray) -> FloatArray:
+        """The work, in samples: shares, with that part of it rounded up to full tiles.
+
+        Worked: with half of the work in tiles of 8, a share of 9 is as much as 12.5 samples.
+        """
+        return shares + self.part * (np.ceil(shares / self.size) * self.size - shares)
+
+
+NO_TILE = Tile()
+
+
+@dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds for a share: ``floor + slope x max(share, knee) + tile_s x filled``, corrected.
+    """Seconds for a share: ``floor + slope x max(work, knee)``, corrected.
 
-    Kernels work on tiles of `tile` samples and cost as much as full ones: `filled` is the share
-    rounded up to full tiles. The sum is called the form here. The correction is the deviation of
-    the measured shares from the form, interpolated between them. So algorithm switches, and
-    whatever else breaks the form, are followed where they were measured.
+    Work is the share, `Tile.filled`, in samples of a device of ratio 1. The line is called the
+    form here. The correction is the deviation of what was measured from the form, interpolated in
+    between. So algorithm switches, and whatever else breaks the form, are followed where they were
+    measured.
 
-    Worked: a floor of 2 ms, a slope of 1 ms and a knee of 4 samples take 6 ms for 1 to 4 samples
-    and 10 ms for 8. With 1 ms a sample for tiles of 8 they take 14 ms and 18 ms.
+    Worked: a floor of 2 ms, a slope of 1 ms and a knee of 4 take 6 ms for 1 to 4 samples and 10 ms
+    for 8. A device of ratio 2 takes 10 ms for 4 samples, and with tiles of 4 for 1 to 4 of them.
     """
 
     floor_s: float
     slope_s: float
     knee: float
-    shares: FloatArray
+    works: FloatArray
+    """What was measured, smallest first."""
     deviations: FloatArray
-    """Logarithms of measured over form, at the measured `shares`."""
+    """Logarithms of measured over form, at these `works`."""
     ratio: float = 1.0
-    """Shares are multiplied by it first, so that one curve serves devices of several speeds."""
-    tile: int = 1
-    tile_s: float = 0.0
+    """Samples of a device of ratio 1 that take as long as one, so that one curve serves devices of several speeds."""
+    tile: Tile = NO_TILE
 
     def __call__(self, shares: FloatArray) -> FloatArray:
         """Seconds for each share; 0 for a share of 0."""
-        scaled = shares * self.ratio
-        form = self.floor_s + self.slope_s * np.maximum(scaled, self.knee) + self.tile_s * _filled(scaled, self.tile)
+        form = self.floor_s + self.slope_s * np.maximum(self._work(shares), self.knee)
         return np.where(shares > 0, form * np.exp(self.deviation(shares)), 0.0)
 
     def deviation(self, shares: FloatArray) -> FloatArray:
         """Logarithm of curve over form, interpolated at `shares`."""
-        return np.asarray(np.interp(np.log1p(shares * self.ratio), np.log1p(self.shares), self.deviations))
+        return np.asarray(np.interp(np.log1p(self._work(shares)), np.log1p(self.works), self.deviations))
 
     def is_well_known(self, noise: float) -> bool:
-        """Whether `WELL_KNOWN` shares were measured and all lie on the form, up to noise."""
-        return len(self.shares) >= WELL_KNOWN and float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
+        """Whether `WELL_KNOWN` works were measured and all lie on the form, up to noise."""
+        return len(self.works) >= WELL_KNOWN and float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
 
     def doubt(self, shares: FloatArray) -> FloatArray:
         """Relative standard deviation: where a single share was measured it grows with the difference of logarithms."""
-        if len(self.shares) > 1:
+        if len(self.works) > 1:
             return np.zeros_like(shares)
-        return np.asarray(DOUBT_OF_ONE_SHARE * np.abs(np.log1p(shares * self.ratio) - np.log1p(self.shares[0])))
+        return np.asarray(DOUBT_OF_ONE_SHARE * np.abs(np.log1p(self._work(shares)) - np.log1p(self.works[0])))
+
+    def _work(self, shares: FloatArray) -> FloatArray:
+        return self.tile.filled(shares) * self.ratio
 
 
-def fit_curve(
-    shares: Sequence[float] | FloatArray, times_s: Sequence[float] | FloatArray, noise: float, tile: int = 1
-) -> Curve | None:
-    """The curve through measured (share, seconds) pairs; None without any.
+def fit_curve(works: Sequence[float] | FloatArray, times_s: Sequence[float] | FloatArray, noise: float) -> Curve:
+    """The curve of ratio 1 through measured (work, seconds) pairs, one at least.
 
-    No coefficient is negative. Least squares on relative errors: small shares count as much as
-    large ones. A single share gives the floor `SINGLE_FLOOR` of its time.
+    The straight line, or the line with the best knee where that explains what noise does not. No
+    coefficient is negative. Least squares on relative errors: small works count as much as large
+    ones. A single work gives the floor `SINGLE_FLOOR` of its time.
 
     Args:
-        shares: samples, one for each time.
+        works: full tiles times the ratio, one for each time.
         times_s: seconds, all above 0.
         noise: relative standard deviation of the times.
-        tile: above 1, the curve has steps of this width in place of a knee. Steps that explain
-            nothing are left out.
     """
-    if not len(shares):
-        return None
-    sizes, inverse = np.unique(np.asarray(shares, dtype=float), return_inverse=True)
+    sizes, inverse = np.unique(np.asarray(works, dtype=float), return_inverse=True)
     measured = np.exp(np.bincount(inverse, np.log(times_s)) / np.bincount(inverse))
     if len(sizes) == 1:
         floor = SINGLE_FLOOR * measured[0]
         return Curve(floor, (measured[0] - floor) / sizes[0], 0.0, sizes, np.zeros(1))
-    tiled = _tiled_curve(sizes, measured, noise, tile) if tile > 1 else None
-    return tiled or _knee_curve(sizes, measured, noise)
-
-
-def _tiled_curve(sizes: FloatArray, measured: FloatArray, noise: float, tile: int) -> Curve | None:
-    """The curve with steps of `tile` samples; None where the steps explain nothing."""
-    floor, slope, tile_s = _coefficients(measured, sizes, _filled(sizes, tile))
-    if tile_s <= 0:
-        return None
-    form = floor + slope * sizes + tile_s * _filled(sizes, tile)
-    deviations = _deviations(measured, form, noise)
-    return Curve(float(floor), float(slope), 0.0, sizes, deviations, tile=tile, tile_s=float(tile_s))
-
-
-def _knee_curve(sizes: FloatArray, measured: FloatArray, noise: float) -> Curve:
-    """The straight line, or the line with the best knee where that explains what noise does not."""
     knees = np.concatenate([[0.0], _knees(measured, sizes)])
     floors, slopes, errors = _lines(measured, np.maximum(sizes, knees[:, None]))
     straight, best = errors[0], int(np.flatnonzero(errors <= errors.min() + EQUAL_ERRORS)[-1])
@@ -126,11 +138,6 @@ def _knee_curve(sizes: FloatArray, measured: FloatArray, noise: float) -> Curve:
     form = floors[best] + slopes[best] * np.maximum(sizes, knees[best])
     deviations = _deviations(measured, form, noise)
     return Curve(float(floors[best]), float(slopes[best]), float(knees[best]), sizes, deviations)
-
-
-def _filled(shares: FloatArray, tile: int) -> FloatArray:
-    """Shares rounded up to full tiles."""
-    return np.asarray(np.ceil(shares / tile) * tile)
 
 
 def _deviations(measured: FloatArray, form: FloatArray, noise: float) -> FloatArray:
@@ -177,10 +184,3 @@ def _lines(
     floors, slopes = np.maximum(floors, 0.0), np.maximum(slopes, LEAST_SLOPE_S)
     errors = ((floors[:, None] * ones + slopes[:, None] * scaled - target) ** 2).sum(axis=1)
     return floors, slopes, errors
-
-
-def _coefficients(times_s: FloatArray, *terms: FloatArray) -> FloatArray:
-    """A floor and a coefficient for each term: non-negative least squares on relative errors."""
-    matrix = np.column_stack([np.ones_like(times_s), *terms]) / times_s[:, None]
-    solution = non_negative(matrix, np.ones_like(times_s))
-    return np.maximum(solution, [0.0, LEAST_SLOPE_S, *[0.0] * (len(terms) - 1)])

@@ -36,9 +36,9 @@ HOST_GAIN = 0.5
 WAITED = 2
 
 
-def tiles(trials: StepTrials) -> list[int]:
+def sizes_of_tiles(trials: StepTrials) -> list[int]:
     """Those of `TILES` that a measured share fills."""
-    return [tile for tile in TILES if tile <= trials.shards.max()]
+    return [size for size in TILES if size <= trials.shards.max()]
 
 
 def likeliest(weighed: Iterable[Weighed]) -> Hypothesis:

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
 from splittune.search.arrays import FloatArray
-from splittune.search.models.curves import fit_curve
+from splittune.search.models.curves import NO_TILE, Tile, fit_curve
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
 from splittune.search.models.least_squares import non_negative
 from splittune.search.models.step_trials import StepTrials
-from splittune.search.models.weighing import TILE_PENALTY, Weighed, likeliest, tiles, weigh
+from splittune.search.models.weighing import TILE_PENALTY, Weighed, likeliest, sizes_of_tiles, weigh
 
 # How many samples of one kind of device take as long as one of another: where the likeliest are sought. A choice,
 # evenly spaced in logarithms: the fastest cards in use have some ten times the speed of the slowest, and the ratios go
@@ -32,6 +32,10 @@ NUM_STEPS, KEPT_OF = 300, 10
 RATIO_STEPS = (0.05, 0.2, 0.7)
 # So often it exchanges the ratios of two kinds instead. A choice: which of two is the slow one is then soon found.
 SWAPS = 0.3
+# So often it changes the tile instead. A choice: there are few.
+RETILED = 0.2
+# Such parts of the work may be in tiles. A choice: all kernels, or half of them.
+TILE_PARTS = (0.5, 1.0)
 # What GPU 0 works for each sample of the micro-batch, in samples of a device of ratio 1. There is a
 # hypothesis for each. A choice: less than the first is nearly a larger ratio of GPU 0; with the last it takes longer
 # than another of ratio 1 does with all samples.
@@ -53,7 +57,7 @@ MOST_OVERHEAD = 0.9
 
 @dataclass(frozen=True, slots=True)
 class WholeSteps:
-    """Hypotheses of these trials: a single curve for all devices, over the largest share times its ratio.
+    """Hypotheses of these trials: a single curve for all devices, over the most work that one has.
 
     A step takes as long as its slowest device, so it tells of one and bounds the others: many ratios explain the same
     trials. The likeliest are sought, and from there Markov chain Monte Carlo draws from the posterior: the Metropolis
@@ -66,15 +70,12 @@ class WholeSteps:
     trials: StepTrials
 
     def hypotheses(self) -> list[Weighed]:
-        """The drawn, and beside them those with work of GPU 0 and with tiles."""
+        """The drawn, and beside them those with work of GPU 0."""
         tried = self._sought()
-        start = likeliest(tried)
-        weighed = self._drawn(_ratios(start), float(np.logaddexp.reduce([log for log, _ in tried])))
-        weighed += self._with_work_of_gpu0(_ratios(start))
-        for ratios in {tuple(_ratios(start)), (1.0,) * self.trials.num_devices}:
-            tiled = [self._at(np.array(ratios), tile=tile) for tile in tiles(self.trials)]
-            weighed += [one for one in tiled if one[1].curves[0].tile > 1]
-        return weighed
+        ratios = _ratios(likeliest(tried))
+        tried += [self._at(each, tile=tile) for tile in self._tiles() for each in (ratios, np.ones_like(ratios))]
+        start, mass = likeliest(tried), float(np.logaddexp.reduce([log for log, _ in tried]))
+        return self._drawn(_ratios(start), start.curves[0].tile, mass) + self._with_work_of_gpu0(ratios)
 
     def _sought(self) -> list[Weighed]:
         """Ratios of each kind, sought one kind after the other, each beside the others' likeliest.
@@ -108,20 +109,23 @@ class WholeSteps:
         )
         return [*weighed, at(float(np.exp(found.x)))]
 
-    def _drawn(self, ratios: FloatArray, log_posterior: float) -> list[Weighed]:
-        """A chain of `NUM_STEPS` from these ratios, (n,), one of `KEPT_OF` kept.
+    def _drawn(self, ratios: FloatArray, tile: Tile, log_posterior: float) -> list[Weighed]:
+        """A chain of `NUM_STEPS` from these ratios, (n,), and this tile, one of `KEPT_OF` kept.
 
         Together they are as likely as `log_posterior` says, each as much as any other.
         """
-        kinds, (now, hypothesis), drawn = self._kinds_and_the_rest(), self._at(ratios), []
-        if not kinds:
-            return [(log_posterior, hypothesis)]
+        kinds, (now, hypothesis), drawn = self._kinds_and_the_rest(), self._at(ratios, tile=tile), []
         rng = np.random.default_rng(0)  # what is drawn depends on the trials alone
+        all_tiles = [NO_TILE, *self._tiles()]
         for step in range(1, NUM_STEPS + 1):
-            tried = self._changed(ratios, kinds, rng)
-            log_tried, other = self._at(tried)
+            other_ratios, other_tile = ratios, tile
+            if not kinds or rng.random() < RETILED:
+                other_tile = all_tiles[rng.integers(len(all_tiles))]
+            else:
+                other_ratios = self._changed(ratios, kinds, rng)
+            log_tried, other = self._at(other_ratios, tile=other_tile)
             if np.log(rng.random()) < log_tried - now:
-                ratios, now, hypothesis = tried, log_tried, other
+                ratios, tile, now, hypothesis = other_ratios, other_tile, log_tried, other
             if step % KEPT_OF == 0:
                 drawn.append(hypothesis)
         return [(log_posterior - float(np.log(len(drawn))), hypothesis) for hypothesis in drawn]
@@ -170,27 +174,29 @@ class WholeSteps:
             weighed.append(found)
         return weighed
 
+    def _tiles(self) -> list[Tile]:
+        return [Tile(size, part) for size in sizes_of_tiles(self.trials) for part in TILE_PARTS]
+
     @staticmethod
     def _log_prior(ratios: FloatArray) -> float:
         """Of ratios, (n,): each that differs counts once, by `RATIO_PENALTY`."""
         return -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum())
 
-    def _at(self, ratios: FloatArray, gpu0_part: float = 0.0, tile: int = 1) -> Weighed:
-        """With a single curve for all, at these ratios, (n,), so much of `GPU0_PARTS`, and tiles.
+    def _at(self, ratios: FloatArray, gpu0_part: float = 0.0, tile: Tile = NO_TILE) -> Weighed:
+        """With a single curve for all, at these ratios, (n,), so much of `GPU0_PARTS`, and this tile.
 
         The likeliest of the curves beside what further devices may take.
         """
-        prior = self._log_prior(ratios) - GPU0_PENALTY * (gpu0_part > 0) - TILE_PENALTY * (tile > 1)
+        prior = self._log_prior(ratios) - GPU0_PENALTY * (gpu0_part > 0) - TILE_PENALTY * (tile.part > 0)
         trials = self.trials
-        scaled = trials.shards * ratios
+        scaled = tile.filled(trials.shards) * ratios
         scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
         shares = scaled.max(axis=1)
         found = []
         for further_s in self._further_devices_s(shares):
             # of a single size the curve may take all: what is constant falls out of the comparison
-            curve = fit_curve(shares, trials.micro_step_s - further_s, trials.noise, tile)
-            assert curve is not None
-            at_ratio = {ratio: replace(curve, ratio=float(ratio)) for ratio in set(ratios)}
+            curve = fit_curve(shares, trials.micro_step_s - further_s, trials.noise)
+            at_ratio = {ratio: replace(curve, ratio=float(ratio), tile=tile) for ratio in set(ratios)}
             curves = tuple(at_ratio[ratio] for ratio in ratios)
             found.append(weigh(trials, curves, prior, gpu0_per_sample_s=gpu0_part * curve.slope_s))
         return max(found, key=lambda pair: pair[0])

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from splittune.search.models.curves import Curve, fit_curve
+from splittune.search.models.curves import Curve, Tile, fit_curve
 
 Floats = NDArray[np.float64]
 
@@ -14,9 +16,7 @@ NOISE = 0.001
 
 
 def fitted(shares: list[float], times_s: list[float], noise: float = NOISE) -> Curve:
-    curve = fit_curve(shares, times_s, noise)
-    assert curve is not None
-    return curve
+    return fit_curve(shares, times_s, noise)
 
 
 def at(curve: Curve, *shares: float) -> list[float]:
@@ -81,11 +81,6 @@ def test_of_a_single_share_most_is_taken_for_floor() -> None:
     assert doubt > 0.2
 
 
-def test_nothing_measured_is_no_curve() -> None:
-    """A card that never had a share has no curve."""
-    assert fit_curve([], [], NOISE) is None
-
-
 def test_deviations_are_followed_where_they_were_measured() -> None:
     """A tile that makes 33 to 64 samples slow is met at the shares that were measured, and in
     between by their neighbours.
@@ -126,40 +121,38 @@ def test_of_one_share_doubt_grows_with_the_distance_of_two_there_is_none() -> No
 def test_a_ratio_stands_for_a_card_of_another_speed() -> None:
     """A card with a ratio of 2 takes for 4 samples what the curve says of 8."""
     curve = fitted([4.0, 8.0], [0.004, 0.008])
-    slow = Curve(curve.floor_s, curve.slope_s, curve.knee, curve.shares, curve.deviations, ratio=2.0)
+    slow = Curve(curve.floor_s, curve.slope_s, curve.knee, curve.works, curve.deviations, ratio=2.0)
     assert at(slow, 0, 4) == pytest.approx([0, at(curve, 8)[0]])
     assert slow.doubt(np.array([4.0]))[0] == pytest.approx(0)
 
 
-@pytest.mark.parametrize("tile", [4, 8, 32])
-def test_tiles_are_learned_from_a_few_shares(tile: int) -> None:
+@pytest.mark.parametrize("size", [4, 8, 32])
+def test_tiles_are_learned_from_a_few_shares(size: int) -> None:
     """Where part of a tile is paid like a whole one, shares never measured are foretold on both
     sides of its edges.
     """
 
-    def truth(share: float) -> float:
-        return 0.002 + 0.0005 * share + 0.001 * tile * np.ceil(share / tile)
+    def truth(shares: Floats) -> Floats:
+        return 0.002 + 0.0005 * shares + 0.001 * size * np.ceil(shares / size)
 
-    shares = [1.0, float(tile), tile + 1.0, 2.5 * tile, 4.0 * tile]
-    curve = fit_curve(shares, [truth(s) for s in shares], NOISE, tile)
-    assert curve is not None
-    assert curve.tile == tile
-    wanted = [2 * tile, 2 * tile + 1, 3 * tile, 3 * tile + 1, 7 * tile]
-    assert at(curve, *wanted) == pytest.approx([truth(s) for s in wanted], rel=0.01)
-
-
-def test_tiles_that_explain_nothing_are_left_out() -> None:
-    """Of times on a line the curve with tiles is the line."""
-    curve = fit_curve([1.0, 3.0, 8.0, 11.0], [0.012, 0.016, 0.026, 0.032], NOISE, 8)
-    assert curve is not None
-    assert at(curve, 24, 25) == pytest.approx([0.058, 0.060], rel=0.01)
+    shares = np.array([1.0, size, size + 1.0, 2.5 * size, 4.0 * size])
+    tile = Tile.fitted(size, shares, truth(shares))
+    assert tile.part == pytest.approx(2 / 3, rel=0.01)
+    curve = replace(fit_curve(tile.filled(shares), truth(shares), NOISE), tile=tile)
+    wanted = np.array([2.0 * size, 2 * size + 1, 3 * size, 3 * size + 1, 7 * size])
+    assert curve(wanted) == pytest.approx(truth(wanted), rel=0.01)
 
 
-def test_a_curve_is_well_known_when_shares_to_spare_lie_on_it() -> None:
-    """Three shares on a line may lie there by chance, four do not; and a share that is off is to be
-    explained.
-    """
-    line = {share: 0.01 + 0.002 * share for share in (1.0, 3.0, 8.0, 11.0)}
-    assert fitted(list(line), list(line.values())).is_well_known(NOISE)
-    assert not fitted(list(line)[:3], list(line.values())[:3]).is_well_known(NOISE)
-    assert not fitted(list(line), [*list(line.values())[:3], 0.036]).is_well_known(NOISE)
+def test_of_times_on_a_line_no_part_is_in_tiles() -> None:
+    """Nor does a single share, or tiles of 1, tell any."""
+    shares = np.array([1.0, 3.0, 8.0, 11.0])
+    assert Tile.fitted(8, shares, 0.010 + 0.002 * shares).part == pytest.approx(0)
+    assert Tile.fitted(8, np.array([3.0, 3.0]), np.array([0.01, 0.01])).part == 0
+    assert Tile.fitted(1, shares, 0.010 + 0.002 * shares).part == 0
+
+
+def test_the_worked_examples_of_tiles() -> None:
+    """Half in tiles of 8, 9 samples are as much work as 12.5; a device rounds its own share up, before its ratio."""
+    assert Tile(8, 0.5).filled(np.array([9.0])).tolist() == [12.5]
+    curve = Curve(0.002, 0.001, 4.0, np.array([1.0]), np.zeros(1), ratio=2.0, tile=Tile(4, 1.0))
+    assert at(curve, 0, 1, 4, 5) == pytest.approx([0, 0.010, 0.010, 0.018])
