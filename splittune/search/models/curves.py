@@ -27,6 +27,9 @@ LEAST_DEVIATION = 0.002
 # of one share nobody knows what is floor and what is slope. A choice. Higher, and larger shares are
 # tried for what they may gain.
 DOUBT_OF_ONE_SHARE = 0.45
+# Of the work no more than this is held to be in tiles: with all of it two shares that fill the same tiles would be the
+# same work, and times of theirs that differ would speak against no tile.
+MOST_IN_TILES = 0.999
 # Seconds a sample costs at least: a curve that is exactly flat would divide by 0.
 LEAST_SLOPE_S = 1e-15
 # Two sums of squared errors closer than this are equal: of equal fits the largest knee is taken.
@@ -53,7 +56,7 @@ class Tile:
             return cls(size)
         matrix = np.column_stack([np.ones_like(shares), shares, cls(size, 1.0).filled(shares)]) / times_s[:, None]
         _, plain, tiled = non_negative(matrix, np.ones_like(shares))
-        return cls(size, float(tiled / (plain + tiled)) if tiled > 0 else 0.0)
+        return cls(size, min(float(tiled / (plain + tiled)), MOST_IN_TILES) if tiled > 0 else 0.0)
 
     def filled(self, shares: FloatArray) -> FloatArray:
         """The work, in samples: shares, with that part of it rounded up to full tiles.
@@ -108,6 +111,10 @@ class Curve:
         if len(self.works) > 1:
             return np.zeros_like(shares)
         return np.asarray(DOUBT_OF_ONE_SHARE * np.abs(np.log1p(self._work(shares)) - np.log1p(self.works[0])))
+
+    def beyond(self, shares: FloatArray) -> FloatArray:
+        """Logarithm of each share's work over the most that was measured; 0 for what is no more."""
+        return np.asarray(np.maximum(np.log1p(self._work(shares)) - np.log1p(self.works[-1]), 0.0))
 
     def _work(self, shares: FloatArray) -> FloatArray:
         return self.tile.filled(shares) * self.ratio

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,10 +42,14 @@ LARGEST_RATIO = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Predicted logarithms of seconds a step, (N,), and their standard deviations."""
+    """What N splits take, (N,) each."""
 
     log_s: FloatArray
+    """Predicted logarithms of seconds a step."""
     deviation: FloatArray
+    """Their standard deviations."""
+    beyond: FloatArray
+    """Logarithm of the slowest device's work over the most that one of its speed had; 0 where it had as much."""
 
 
 class TimeModel:
@@ -143,14 +147,15 @@ class TimeModel:
         # With as many devices as no trial had, what the model holds for constant may be each
         # device's: the mean lies half way to that, so that such splits get a trial.
         better = (mean - optimistic) / 2
-        return StepTimes(log_s=log_s - better, deviation=np.sqrt(variance) + np.abs(better))
+        deviation = np.sqrt(variance) + np.abs(better)
+        return StepTimes(log_s=log_s - better, deviation=deviation, beyond=self._weights @ told.beyond)
 
     def _evaluate(self, steps: FloatArray, shards: FloatArray) -> _Evaluation:
         """What each hypothesis says of N splits."""
         counts = StepCounts.of(steps, shards)
         unseen = ~np.isin(counts.active_devices, self._trials.counts.active_devices)
         shape = len(self._hypotheses), len(steps)
-        told = _Evaluation(log_s=np.empty(shape), optimistic_log_s=np.empty(shape), doubt=np.empty(shape))
+        told = _Evaluation(*(np.empty(shape) for _ in fields(_Evaluation)))
         for i, hypothesis in enumerate(self._hypotheses):
             which, slowest_s = hypothesis.slowest(shards)
             told.log_s[i] = told.optimistic_log_s[i] = np.log(hypothesis.step_s(counts, slowest_s))
@@ -159,6 +164,7 @@ class TimeModel:
             told.doubt[i] = np.maximum(
                 hypothesis.of_slowest(shards, which, Curve.doubt), self._doubt_of_kind(hypothesis, shards, which)
             )
+            told.beyond[i] = hypothesis.of_slowest(shards, which, Curve.beyond)
         return told
 
     def _doubt_of_kind(self, hypothesis: Hypothesis, shards: FloatArray, which: NDArray[np.int64]) -> FloatArray:
@@ -193,7 +199,7 @@ class TimeModel:
         return grouped(range(1, len(kinds)), lambda one, other: tells_busy or kinds[one] == kinds[other])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Evaluation:
     """What each of H hypotheses says of N splits, (H, N) each."""
 
@@ -202,6 +208,8 @@ class _Evaluation:
     """`log_s`, but better where no trial had as many devices."""
     doubt: FloatArray
     """Relative standard deviation of the slowest device's curve, and of whether it is its own."""
+    beyond: FloatArray
+    """Logarithm of the slowest device's work over the most that its curve was fitted to."""
 
 
 def _features(shards: FloatArray, groups: Sequence[Sequence[int]]) -> FloatArray:

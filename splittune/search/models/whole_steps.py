@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
 from splittune.search.arrays import FloatArray
-from splittune.search.models.curves import NO_TILE, Tile, fit_curve
+from splittune.search.models.curves import MOST_IN_TILES, NO_TILE, Tile, fit_curve
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
 from splittune.search.models.least_squares import non_negative
@@ -35,7 +35,7 @@ SWAPS = 0.3
 # So often it changes the tile instead. A choice: there are few.
 RETILED = 0.2
 # Such parts of the work may be in tiles. A choice: all kernels, or half of them.
-TILE_PARTS = (0.5, 1.0)
+TILE_PARTS = (0.5, MOST_IN_TILES)
 # What GPU 0 works for each sample of the micro-batch, in samples of a device of ratio 1. There is a
 # hypothesis for each. A choice: less than the first is nearly a larger ratio of GPU 0; with the last it takes longer
 # than another of ratio 1 does with all samples.

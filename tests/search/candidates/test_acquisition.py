@@ -9,7 +9,9 @@ from splittune.search.models.memory import Interval
 from splittune.search.models.step_time import StepTimes
 
 
-def scores(*, most: list[float], cannot_oom: list[bool], gain: float = 0.0, deviation: float = 0.1) -> CandidateScores:
+def scores(
+    *, most: list[float], cannot_oom: list[bool], gain: float = 0.0, deviation: float = 0.1, beyond: float = 0.0
+) -> CandidateScores:
     """Of single steps on one device of 10 bytes; all are predicted to gain as much, give or take the deviation."""
     count = len(most)
     held, ones = np.array(most)[:, None], np.ones((count, 1))
@@ -25,7 +27,9 @@ def scores(*, most: list[float], cannot_oom: list[bool], gain: float = 0.0, devi
     shards = np.arange(8.0, 8.0 + count)[:, None]
     return CandidateScores(
         table=SplitTable(global_batch_size=64, steps=np.ones(count), shards=shards),
-        times=StepTimes(log_s=np.full(count, -gain), deviation=np.full(count, deviation)),
+        times=StepTimes(
+            log_s=np.full(count, -gain), deviation=np.full(count, deviation), beyond=np.full(count, beyond)
+        ),
         best_log_s=0.0,
         needed=needed,
         limits=np.array([10.0]),
@@ -48,6 +52,13 @@ def test_optimism_adds_deviations() -> None:
     """Two deviations of 10 % are 20 %, and one is 10."""
     one = scores(most=[9], cannot_oom=[True])
     assert [one.upper_bound(deviations)[0] for deviations in (2.0, 1.0)] == pytest.approx([0.2, 0.1])
+
+
+def test_what_is_beyond_all_that_was_measured_may_be_faster() -> None:
+    """As much by its upper bound; what is expected of it stays the same, so that no risk is taken for it."""
+    known, beyond = (scores(most=[9], cannot_oom=[True], gain=-0.05, deviation=0.02, beyond=b) for b in (0, np.log(2)))
+    assert beyond.upper_bound(2.0)[0] - known.upper_bound(2.0)[0] == pytest.approx(0.104, abs=0.001)
+    assert beyond.expected_improvement() == known.expected_improvement()
 
 
 @pytest.mark.parametrize(("mean", "deviation"), [(0.05, 0.18), (-0.2, 0.1), (0.3, 0.01), (-0.1, 0.0), (0.1, 0.0)])

@@ -151,6 +151,13 @@ def test_of_times_on_a_line_no_part_is_in_tiles() -> None:
     assert Tile.fitted(1, shares, 0.010 + 0.002 * shares).part == 0
 
 
+def test_times_that_differ_within_a_tile_speak_against_it() -> None:
+    """Each of four shares up to 32 takes as long as it likes: tiles of 32 explain nothing, so all deviations stay."""
+    shares, times_s = np.array([1.0, 11.0, 16.0, 32.0]), np.array([0.0105, 0.0108, 0.0067, 0.0078])
+    tile = Tile.fitted(32, shares, times_s)
+    assert np.abs(fit_curve(tile.filled(shares), times_s, NOISE).deviations).max() > 0.2
+
+
 def test_the_worked_examples_of_tiles() -> None:
     """Half in tiles of 8, 9 samples are as much work as 12.5; a device rounds its own share up, before its ratio."""
     assert Tile(8, 0.5).filled(np.array([9.0])).tolist() == [12.5]
