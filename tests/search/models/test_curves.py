@@ -115,7 +115,17 @@ def test_of_one_share_doubt_grows_with_the_distance_of_two_there_is_none() -> No
     at_it, near, far = one.doubt(np.array([8.0, 16.0, 512.0]))
     assert at_it == pytest.approx(0)
     assert 0 < near < far
-    assert two.doubt(np.array([1.0, 16.0, 512.0])).tolist() == [0, 0, 0]
+    assert two.doubt(np.array([1.0, 16.0, 512.0])) == pytest.approx([0, 0, 0])
+
+
+def test_a_jump_may_be_anywhere_between_two_shares() -> None:
+    """From 7 to 63 samples the deviation falls by 0.08: half way it is 0.04 more or less, at a fifth of the way
+    ``0.08 x sqrt(0.2 x 0.8)``, and at and beyond what was measured there is no doubt."""
+    works = np.array([7.0, 63.0, 255.0])
+    curve = Curve(0.0, 0.001, 0.0, works, np.array([0.08, 0.0, 0.0]))
+    wanted = np.array([1.0, 7.0, 8 * 8**0.2 - 1, 8 * 8**0.5 - 1, 63.0, 100.0, 999.0])
+    assert curve.doubt(wanted) == pytest.approx([0, 0, 0.032, 0.04, 0, 0, 0])
+    assert curve.deviation(wanted[3:4]) == pytest.approx([0.04])
 
 
 def test_a_ratio_stands_for_a_card_of_another_speed() -> None:
