@@ -15,6 +15,9 @@ from splittune.search.models.step_time import StepTimes
 # So much faster than predicted, in logarithms of time, shares e times as large as any measured may be: libraries choose
 # their kernels by size, and trials tell of no size beyond. A choice. Larger: more trials of larger shares.
 FASTER_BEYOND = 0.15
+# As far beyond, in logarithms of shares: 1.4 times as large. A choice: further, memory may jump as well, and of what
+# was held to surely fit more would run out of it.
+FURTHEST_BEYOND = 0.35
 LEAST_DEVIATION = 1e-9  # a deviation of none is no reason to divide by 0
 
 
@@ -39,14 +42,19 @@ class CandidateScores:
         """(N,) cannot run out of memory, and keeps its headroom."""
         return np.asarray(self.cannot_oom & (self.needed.most <= self.limits).all(axis=1))
 
+    @property
+    def just_beyond(self) -> FloatArray:
+        """(N,) `StepTimes.beyond` where it is up to `FURTHEST_BEYOND`, else 0."""
+        return np.where(self.times.beyond <= FURTHEST_BEYOND, self.times.beyond, 0.0)
+
     def upper_bound(self, deviations: float) -> FloatArray:
         """(N,) upper confidence bound: the gain if each split is so many `deviations` faster than predicted.
 
-        And by `FASTER_BEYOND` where a device has more than was measured. In logarithms of time: 0.01 is 1 %. Worked:
-        what is predicted 5 % slower, give or take 2 %, with 90 samples where 65 were most, may be faster by
+        And by `FASTER_BEYOND` where a device has just more than was measured. In logarithms of time: 0.01 is 1 %.
+        Worked: what is predicted 5 % slower, give or take 2 %, with 90 samples where 65 were most, may be faster by
         ``2 x 0.02 + 0.15 log(90 / 65) - 0.05 = 0.04``.
         """
-        faster = deviations * self.times.deviation + FASTER_BEYOND * self.times.beyond
+        faster = deviations * self.times.deviation + FASTER_BEYOND * self.just_beyond
         return np.asarray(self.best_log_s - self.times.log_s + faster)
 
     def expected_improvement(self) -> FloatArray:

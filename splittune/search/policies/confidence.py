@@ -28,9 +28,9 @@ class UpperConfidenceBound:
     before one ran do not: nothing was foretold of them.
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
-    may be as little as `most_lost` behind the best is measured, too: best what gives a device more than any trial did,
-    by a logarithm of time for one of shares. And where one split alone has run, and nothing
-    else is worth a trial, a risk counts by its upper confidence bound: that one tells little of what others gain.
+    may be as little as `most_lost` behind the best is measured, too, first what gives a device just more than any trial
+    did: a logarithm of shares counts as one of time. And where one split alone has run, and nothing else is worth a
+    trial, a risk counts by its upper confidence bound: that one tells little of what others gain.
     """
 
     min_gain: float = 0.01
@@ -79,9 +79,8 @@ class UpperConfidenceBound:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)
         num_ran = sum(trial.ran for trial in state.trials)
         if worth.max() < self.min_gain and num_ran < self.min_trials:
-            worth = np.where(
-                scores.surely_feasible & (bound > -self.most_lost), 1.0 + bound + scores.times.beyond, -np.inf
-            )
+            is_near = scores.surely_feasible & (bound > -self.most_lost)
+            worth = np.where(is_near, 1.0 + bound + scores.just_beyond, -np.inf)
         if worth.max() < self.min_gain and num_ran == 1:
             worth = self._worth(state, scores, fits * bound, price)
         row = int(worth.argmax())

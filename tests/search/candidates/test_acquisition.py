@@ -54,11 +54,15 @@ def test_optimism_adds_deviations() -> None:
     assert [one.upper_bound(deviations)[0] for deviations in (2.0, 1.0)] == pytest.approx([0.2, 0.1])
 
 
-def test_what_is_beyond_all_that_was_measured_may_be_faster() -> None:
-    """As much by its upper bound; what is expected of it stays the same, so that no risk is taken for it."""
-    known, beyond = (scores(most=[9], cannot_oom=[True], gain=-0.05, deviation=0.02, beyond=b) for b in (0, np.log(2)))
-    assert beyond.upper_bound(2.0)[0] - known.upper_bound(2.0)[0] == pytest.approx(0.104, abs=0.001)
-    assert beyond.expected_improvement() == known.expected_improvement()
+def test_what_is_just_beyond_all_that_was_measured_may_be_faster() -> None:
+    """By its upper bound; what is expected of it stays the same, so that no risk is taken for it. Twice as large shares
+    are too far beyond."""
+    known, just, far = (
+        scores(most=[9], cannot_oom=[True], gain=-0.05, deviation=0.02, beyond=np.log(times)) for times in (1, 1.4, 2)
+    )
+    bounds = [one.upper_bound(2.0)[0] for one in (known, just, far)]
+    assert bounds == pytest.approx([-0.01, -0.01 + 0.15 * np.log(1.4), -0.01])
+    assert known.expected_improvement() == just.expected_improvement() == far.expected_improvement()
 
 
 @pytest.mark.parametrize(("mean", "deviation"), [(0.05, 0.18), (-0.2, 0.1), (0.3, 0.01), (-0.1, 0.0), (0.1, 0.0)])
