@@ -24,7 +24,7 @@ from splittune.training import TrainingTask
 # Another program leaves 4 GiB of GPU 0: model, gradients and AdamW's state take two of them. A choice.
 GPT2_DEVICES = "1xRTX3090:occupied=20GiB,3xRTX3090"
 # The search ends by itself before these, and each kind of split costs seconds. A choice.
-GPT2_MAX_TRIALS = 8
+GPT2_MAX_TRIALS = 12
 # Small cards, so that a model which trains on any CPU fills one; another program leaves 46 MiB of
 # GPU 0. A choice.
 DEMO_DEVICES = "1xT400-4GB:occupied=3776MiB,3xT400-4GB"

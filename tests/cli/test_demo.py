@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def test_the_demo_trains_what_it_tuned(run: Run, tmp_path: Path) -> None:
     files = {"split.json", "trials.csv", "devices.csv", "explanation.txt", "result.json", "report.html"}
     assert {path.name for path in (tmp_path / "demo").iterdir()} == files | {"gpt2"}
     assert {path.name for path in (tmp_path / "demo/gpt2").iterdir()} == files
+    # it ends by itself, not at its limit: an even split that no trial is left for would flatter the tuned one
+    assert json.loads((tmp_path / "demo/gpt2/result.json").read_text())["stopped"] == "converged"
     halved = re.search(r"Halving the batch, as people do: (\d+) a step, .*: ([\d.,]+) samples/s\.", ended.out)
     kept = re.search(r"splittune keeps 64 samples a step, .*: ([\d.,]+) samples/s, ([\d.]+) times as many", ended.out)
     assert halved is not None
