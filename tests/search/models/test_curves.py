@@ -173,3 +173,13 @@ def test_the_worked_examples_of_tiles() -> None:
     assert Tile(8, 0.5).filled(np.array([9.0])).tolist() == [12.5]
     curve = Curve(0.002, 0.001, 4.0, np.array([1.0]), np.zeros(1), ratio=2.0, tile=Tile(4, 1.0))
     assert at(curve, 0, 1, 4, 5) == pytest.approx([0, 0.010, 0.010, 0.018])
+
+
+def test_a_curve_is_well_known_when_shares_to_spare_lie_on_it() -> None:
+    """Three shares on a line may lie there by chance, four do not; and a share that is off is to be
+    explained.
+    """
+    line = {share: 0.01 + 0.002 * share for share in (1.0, 3.0, 8.0, 11.0)}
+    assert fitted(list(line), list(line.values())).is_well_known(NOISE)
+    assert not fitted(list(line)[:3], list(line.values())[:3]).is_well_known(NOISE)
+    assert not fitted(list(line), [*list(line.values())[:3], 0.036]).is_well_known(NOISE)
