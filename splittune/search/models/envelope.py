@@ -39,7 +39,8 @@ class Envelope:
     A line is a phase of a step, such as the end of the forward: F is no less than what rests between
     steps, beta what a sample of the device's share takes, omega what one of the micro-batch does.
 
-    - **The most**: the highest line that lies below every point where `f` is known to be no more.
+    - **The most**: the highest line that lies below every point where `f` is known to be no more; and no less than `f`
+      was at a size that is no larger.
     - **The least**: f is convex and never falls, so a chord to a point where f is no less goes on
       beyond it, and beta is no less than the steepest chord. A chord over a jump does not count: f rose by more than
       in proportion to what was above a rest that is known, or by so much that it is less further on than the chord.
@@ -118,6 +119,9 @@ class Envelope:
         """(N,) for `sizes` (N, 2)."""
         rows = np.column_stack([np.ones(len(sizes)), sizes])
         highest = self.rest + (rows @ self.corners.T).max(axis=1)
+        # after a jump f may be above every line; it never falls
+        no_less = np.where((sizes[:, None] >= self.at_least.sizes).all(axis=2), self.at_least.num_bytes, 0.0)
+        highest = np.maximum(highest, no_less.max(axis=1, initial=0.0))
         is_enough = (self.at_most.sizes >= sizes[:, None]).all(axis=2)
         return np.asarray(np.minimum(highest, np.where(is_enough, self.at_most.num_bytes, np.inf).min(axis=1)))
 

@@ -264,7 +264,8 @@ class MemoryModel:
         at_most, at_least, rest = self._readings.points(devices, accumulates)
         for device in devices:
             full = self.budget_bytes[[device]]
-            live = float((full - self._overheads[device, accumulates].most(full))[0])
+            # it needed more than it had
+            live = float((full - self._overheads[device, accumulates].most(full))[0]) + 1.0
             at_least += [(*size, live) for size in self._readings.oom_sizes(device, accumulates)]
         smallest, knows_rest = min(peak for *_, peak in at_most), rest is not None
         least, most = slopes
@@ -298,15 +299,17 @@ class MemoryModel:
     def _located(self, trial: JudgedTrial) -> JudgedTrial:
         """The trial, and where it likely ran out of memory, if neither a reading nor a message tells.
 
-        That is where least was left, if the bounds hold it possible; or the one device where they do. A guess: it
-        makes more of the same unlikely, and rules no split out.
+        That is where least was left, if the bounds hold it possible there or nowhere; or the one device where they do.
+        A guess: it makes more of the same unlikely, and rules no split out.
         """
         if trial.measurement.outcome is not Outcome.OUT_OF_MEMORY or trial.oom_devices:
             return trial
         told = self._needed_by_one(trial.split)
         possible = frozenset(np.flatnonzero(told.most_after_cache_flush[0] > self.budget_bytes).tolist())
         tightest = trial.likely_oom_devices if trial.measurement.memory else frozenset()
-        return replace(trial, oom_devices=possible if len(possible) == 1 else possible & tightest)
+        if len(possible) != 1:
+            possible = possible & tightest if possible else tightest
+        return replace(trial, oom_devices=possible)
 
     def _check(self, trial: JudgedTrial) -> None:
         """Compare a trial with its prediction, and raise the predictions to come if it took more."""

@@ -66,6 +66,14 @@ def test_a_jump_that_nothing_contradicts_yet_makes_nothing_sure_beyond_the_most(
     assert envelope.sure(sizes((1, 0))) == envelope.most(sizes((1, 0))) == pytest.approx(6)
 
 
+def test_what_was_held_is_the_least_that_more_samples_may_take() -> None:
+    """6 with 1 sample are 24 with 4 at most, in proportion; but 3 needed 30, whether that was measured or ran out."""
+    ran, jumped = at((1, 0, 6)), at((1, 0, 6), (3, 0, 30))
+    for at_most in (ran, jumped):
+        envelope = Envelope.through(at_most, jumped, rest=2.0)
+        assert envelope.most(sizes((2, 0), (3, 0), (4, 0))) == pytest.approx([12, 30, 30])
+
+
 def test_no_slope_goes_on_from_a_rise_out_of_proportion_where_rest_is_known() -> None:
     """2 rest, and 5.7 with 4 samples: 6 take 7.55 at most, and took 8. The chord from 2 to 4 tells what a sample takes,
     0.9, and none to 6 does, by which 8 would take 10.3 at least."""

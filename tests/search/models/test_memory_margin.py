@@ -169,6 +169,21 @@ def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
     assert model.margin >= LEAST_WIDENING
 
 
+def test_what_ran_out_of_memory_unforeseen_is_not_held_to_fit_again() -> None:
+    """By the bounds no device could, and no message names one: it was the one with the least left, and its like."""
+    problem = job([card_memory(is_first=True), card_memory(total=1000), card_memory(total=1000)], B=B)
+    model = MemoryModel(trials(problem, [even(B, k, 3) for k in (16, 8, 4)]), 3)
+    failed, again = split(B, 2, 0, 16, 16), split(B, 2, 8, 8, 16)
+    assert (interval(model, failed, again).most < model.budget_bytes).all()
+    rest, full, other = trial(problem, failed).measurement.memory
+    held = (rest, replace(full, peak_reserved_bytes=990 * MIB), other)
+    model.observe([JudgedTrial(measurement=Measurement(split=failed, outcome=Outcome.OUT_OF_MEMORY, memory=held))])
+    # later predictions that come true take the margin away
+    model.observe(trials(problem, [split(B, 2, 12, 10, 10), split(B, 2, 10, 11, 11), split(B, 2, 8, 12, 12)]))
+    assert model.margin < 0.05
+    assert interval(model, again).most[0, 2] > 1000 * MIB
+
+
 def test_a_failure_counts_with_what_the_allocator_could_hand_back() -> None:
     """What was to fit once free blocks are handed back did not: the prediction was wrong, though
     more may have been held before, and from then on nothing is counted on to be handed back.
