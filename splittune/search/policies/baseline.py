@@ -37,7 +37,7 @@ class FindBaseline:
     """How likely it must keep its headroom; `BLIND_CHANCE` where trials do not tell what is held at rest. A choice.
     Smaller: larger strides, and more of them run out of memory."""
 
-    deviations: float = 2
+    deviations: float = 1.65
     """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %."""
 
     def propose(self, state: SearchState) -> Proposal | None:

@@ -43,9 +43,9 @@ class UpperConfidenceBound:
     blind_oom_price: float = 0.1
     """The price where trials do not tell what is held at rest: running out of memory is then the only way to
     learn what fits, so it stays the same. A choice."""
-    deviations: float = 2
-    """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %.
-    Larger: more trials before the search ends."""
+    deviations: float = 1.65
+    """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %: slower does not
+    matter. Larger: more trials before the search ends."""
     is_last: bool = False
     """Whether it is asked after all others, before a search ends: then what cannot run out of memory, though it may
     keep too little headroom, is worth its upper confidence bound, too, times the probability to keep it. A choice:
