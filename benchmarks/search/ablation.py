@@ -15,7 +15,7 @@ import argparse
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -86,8 +86,30 @@ class Variant:
     name: str
     """What was changed: ``"UpperConfidenceBound.min_gain"``, ``"memory.SLOPE_SLACK"``."""
     change: str
-    policies: Sequence[Policy] = POLICIES
+    place: int | None = None
+    """Which of `POLICIES` it changes; None where it changes none."""
+    replaced: Mapping[str, Any] | None = None
+    """The fields of that policy that are other; None where it is left out."""
     patched: Callable[[], Context[Any]] = nullcontext
+
+    def excludes(self, other: Variant) -> bool:
+        """Whether both cannot be made at once: they change the same number, or one of a policy that the other lacks."""
+        if self.name == other.name:
+            return True
+        return self.place is not None and self.place == other.place and None in (self.replaced, other.replaced)
+
+
+def policies_of(made: Iterable[Variant]) -> tuple[Policy, ...]:
+    """`POLICIES` with all these changes."""
+    policies = dict(enumerate(POLICIES))
+    for one in made:
+        if one.place is None:
+            continue
+        if one.replaced is None:
+            del policies[one.place]
+        else:
+            policies[one.place] = replace(policies[one.place], **one.replaced)  # type: ignore[type-var]
+    return tuple(policies.values())
 
 
 def variants() -> Iterator[Variant]:
@@ -95,12 +117,11 @@ def variants() -> Iterator[Variant]:
     yield Variant(name="the search", change="none")
     for place, policy in enumerate(POLICIES):
         name = _name_of(policy)
-        yield Variant(name=name, change="left out", policies=(*POLICIES[:place], *POLICIES[place + 1 :]))
+        yield Variant(name=name, change="left out", place=place)
         for field in fields(policy):  # type: ignore[arg-type]
             for change, value in _changed(getattr(policy, field.name)):
-                other = replace(policy, **{field.name: value})  # type: ignore[type-var]
-                policies = (*POLICIES[:place], other, *POLICIES[place + 1 :])
-                yield Variant(name=f"{name}.{field.name}", change=change, policies=policies)
+                other = {field.name: value}
+                yield Variant(name=f"{name}.{field.name}", change=change, place=place, replaced=other)
     for name, holder, attribute, left in PARTS:
         yield Variant(name=name, change="left out", patched=_replaced([(holder, attribute, left)]))
     seen: set[tuple[str, int]] = set()  # what one module imports from another is changed once
@@ -165,13 +186,15 @@ def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Callable[[], Contex
     return everywhere
 
 
-def searched(variant: Variant, *, tells_all: bool) -> Callable[[Problem], BatchSplit | None]:
-    """The variant as a search that `judged` can run."""
+def searched(*made: Variant, tells_all: bool) -> Callable[[Problem], BatchSplit | None]:
+    """The search with these changes at once, as one that `judged` can run."""
 
     def found(problem: Problem) -> BatchSplit | None:
         space, demands = problem.space(), problem.min_headroom_bytes
         try:
-            with variant.patched():
+            with ExitStack() as stack:
+                for one in made:
+                    stack.enter_context(one.patched())
                 return find_best_split(
                     space,
                     problem.measure if tells_all else lambda split: without_optional_readings(problem.measure(split)),
@@ -180,7 +203,7 @@ def searched(variant: Variant, *, tells_all: bool) -> Callable[[Problem], BatchS
                     else lambda split: without_optional_readings(problem.confirm(split)),
                     max_trials=MAX_TRIALS,
                     min_headroom_bytes=demands,
-                    sampler=GuidedSampler(space, min_headroom_bytes=demands, policies=variant.policies),
+                    sampler=GuidedSampler(space, min_headroom_bytes=demands, policies=policies_of(made)),
                     seed=problem.seed,
                 ).best.split
         except SplittuneError:
@@ -190,14 +213,15 @@ def searched(variant: Variant, *, tells_all: bool) -> Callable[[Problem], BatchS
 
 
 @cache
-def _variants() -> tuple[Variant, ...]:
+def all_variants() -> tuple[Variant, ...]:
+    """`variants`, made once in each process."""
     return tuple(variants())
 
 
 def _row(task: tuple[int, bool, str, int]) -> dict[str, Any]:
     """One problem searched by the variant at a place among all, for a process of its own."""
     place, tells_all, generator, seed = task
-    variant = _variants()[place]
+    variant = all_variants()[place]
     return judged(generator, seed, variant.name, searched(variant, tells_all=tells_all))
 
 
@@ -242,14 +266,14 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     wanted = [
         place
-        for place, one in enumerate(_variants())
+        for place, one in enumerate(all_variants())
         if not place or (one.name.startswith(tuple(chosen.only)) and chosen.change in (None, one.change))
     ]
     table: list[dict[str, Any]] = []
     itself = pd.DataFrame()
     with Pool(chosen.processes) as pool:
         for place in wanted:
-            variant = _variants()[place]
+            variant = all_variants()[place]
             rows = pd.DataFrame(pool.map(_row, [(place, *one) for one in drawn], chunksize=4))
             itself = itself if place else rows
             table.append({"what": variant.name, "change": variant.change, **compared(rows, itself)})

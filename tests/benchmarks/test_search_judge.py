@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.search import ablation, judge
-from benchmarks.search.ablation import Variant, compared, searched, variants
+from benchmarks.search.ablation import Variant, compared, policies_of, searched, variants
 from benchmarks.search.judge import GENERATORS, judged, seeds, summarised
 from benchmarks.search.problem import Problem
 from splittune.search.models import memory
@@ -68,7 +68,7 @@ def test_every_policy_and_every_number_is_a_variant() -> None:
     """Each policy is left out once, and each number of the models is changed under its own name."""
     found = list(variants())
     assert [one.change for one in found].count("none") == 1
-    left_out = [one.policies for one in found if one.change == "left out" and one.policies is not POLICIES]
+    left_out = [policies_of([one]) for one in found if one.change == "left out" and one.place is not None]
     assert [set(POLICIES) - set(own) for own in left_out] == [{policy} for policy in POLICIES]
     assert {one.change for one in found if one.name == "memory.WIDENING"} == {"nothing", "halved", "doubled"}
     names = [(one.name, one.change) for one in found]
@@ -87,7 +87,7 @@ def test_a_number_is_changed_for_a_search_alone() -> None:
 def test_a_part_of_a_model_is_left_out_for_a_search_alone() -> None:
     """Each part that can be left out is another thing inside, and the same as before afterwards."""
     parts = {name: (holder, attribute) for name, holder, attribute, _ in ablation.PARTS}
-    found = [one for one in variants() if one.change == "left out" and one.policies is POLICIES]
+    found = [one for one in variants() if one.change == "left out" and one.place is None]
     assert [one.name for one in found] == list(parts)
     for one in found:
         holder, attribute = parts[one.name]
@@ -101,13 +101,13 @@ def test_the_search_is_no_better_than_itself() -> None:
     """Compared with itself there is no difference; a search that may not improve is behind."""
     drawn = list(seeds("lines", 3, 0))
 
-    def rows(variant: Variant) -> pd.DataFrame:
-        return pd.DataFrame([judged("lines", seed, "", searched(variant, tells_all=True)) for seed in drawn])
+    def rows(*made: Variant) -> pd.DataFrame:
+        return pd.DataFrame([judged("lines", seed, "", searched(*made, tells_all=True)) for seed in drawn])
 
     itself = rows(next(variants()))
     assert compared(itself, itself)["regret more"] == compared(itself, itself)["trials more"] == 0
-    blind = rows(Variant(name="start alone", change="", policies=POLICIES[:2]))
-    assert compared(blind, itself)["regret more"] > 0.1
+    start_alone = rows(*[Variant(name="", change="left out", place=place) for place in range(2, len(POLICIES))])
+    assert compared(start_alone, itself)["regret more"] > 0.1
 
 
 def test_an_ablation_is_written_row_by_row(tmp_path: Path) -> None:

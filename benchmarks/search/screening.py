@@ -1,0 +1,162 @@
+"""What each rule and each number of the search is worth, with many of them changed at once.
+
+    python -m benchmarks.search.screening [--problems 250] [--at-once 16] [--pilot 1] [--first-seed N] [--out DIR]
+
+`benchmarks.search.ablation` makes one change at a time: with hundreds of changes, on a thousand problems each, that
+takes days. Here all changes are dealt to random groups anew for each problem, and each group is one search: every
+change is tried on every problem, in changing company, for a fraction of the searches. What a search lost beside the
+search itself is then laid to the changes that it had: ordinary least squares, with standard errors that hold for
+unequal variances (White, "A Heteroskedasticity-Consistent Covariance Matrix Estimator", 1980), on far more searches
+than there are changes. What two changes do together beyond what each does is noise here.
+
+A change that ruins searches would drown its company. So each is first made alone on a few problems, and what loses
+more than `RUINOUS` there is told by those alone. `search_screening.csv` has all rows; `search_screening_rows.csv.gz`,
+what every search lost, from which a run that was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.search.ablation import Variant, all_variants, searched
+from benchmarks.search.judge import GENERATORS, RESULTS, judged, seeds
+from splittune.search.arrays import FloatArray
+
+FIRST_SEED = 580_000
+# What loses so much regret more than the search itself on average, alone, gets no company. A choice.
+RUINOUS = 0.02
+LOST = {"regret more": "regret", "trials more": "num_trials", "later OOMs more": "num_later_oom"}
+"""What a change may cost, and where `judged` tells it."""
+
+
+def dealt(changes: Sequence[int], at_once: int, rng: np.random.Generator) -> list[list[int]]:
+    """The places of changes in random groups of about `at_once`, none of which exclude one another.
+
+    Worked: of 300 changes, 16 at once, there are 19 groups; one more where some found no place in these.
+    """
+    groups: list[list[int]] = [[] for _ in range(-(-len(changes) // at_once))]
+    known = all_variants()
+    for place in rng.permutation(changes).tolist():
+        for group in sorted(groups, key=len):
+            if not any(known[place].excludes(known[other]) for other in group):
+                group.append(place)
+                break
+        else:
+            groups.append([place])
+    return groups
+
+
+def effects(made: FloatArray, lost: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """(V, L) what each of V changes adds to each of L losses, and the standard errors.
+
+    Args:
+        made: (S, V) 1 where a search had the change, else 0.
+        lost: (S, L) what that search lost more than the search itself.
+
+    Worked: a search with one change lost 1, one with another 2, and one with both 3: they add 1 and 2, give or take 0.
+    """
+    inverse = np.linalg.pinv(made.T @ made)
+    added = inverse @ made.T @ lost
+    left = lost - made @ added
+    searches, changes = made.shape
+    spare = searches / max(searches - changes, 1)  # what changes explain by chance is not left
+    variances = [spare * np.diag(inverse @ (made.T * column**2) @ made @ inverse) for column in left.T]
+    return added, np.sqrt(np.maximum(np.column_stack(variances), 0.0))
+
+
+def _lost(task: tuple[str, int, list[list[int]]]) -> list[dict[str, Any]]:
+    """One problem, searched once as it is and once by each group of changes: a row for each group."""
+    generator, seed, groups = task
+    itself = judged(generator, seed, "the search", searched(tells_all=True))
+    rows = []
+    for group in groups:
+        own = judged(generator, seed, "", searched(*[all_variants()[place] for place in group], tells_all=True))
+        losses = {name: own[told] - itself[told] for name, told in LOST.items()}
+        rows.append({"generator": generator, "seed": seed, "changes": " ".join(map(str, group)), **losses})
+    return rows
+
+
+def _tasks(
+    problems: Sequence[tuple[str, int]], changes: Sequence[int], at_once: int
+) -> Iterator[tuple[str, int, list[list[int]]]]:
+    """Each problem, and its own groups: the same again when asked again."""
+    for generator, seed in problems:
+        yield generator, seed, dealt(changes, at_once, np.random.default_rng(seed))
+
+
+def _searched(
+    problems: Sequence[tuple[str, int]], changes: Sequence[int], at_once: int, processes: int, kept: Path
+) -> pd.DataFrame:
+    """A row for each search; those that `kept` has are not run again."""
+    done = pd.read_csv(kept) if kept.exists() else pd.DataFrame({"generator": [], "seed": []})
+    ran = set(zip(done.generator, done.seed, strict=True))
+    left = [problem for problem in problems if problem not in ran]
+    with Pool(processes) as pool:
+        for number, rows in enumerate(pool.imap_unordered(_lost, _tasks(left, changes, at_once)), len(ran) + 1):
+            pd.DataFrame(rows).to_csv(kept, mode="a", header=not kept.exists(), index=False)
+            print(f"{number} of {len(problems)} problems", flush=True)
+    return pd.read_csv(kept)
+
+
+def _row(variant: Variant, problems: int, *, alone: bool, added: FloatArray, errors: FloatArray) -> dict[str, Any]:
+    told = {"what": variant.name, "change": variant.change, "problems": problems, "alone": alone}
+    for name, effect, error in zip(LOST, added, errors, strict=True):
+        told |= {name: effect, f"{name}, give or take": error}
+    return told
+
+
+def table_of(rows: pd.DataFrame, *, alone: bool) -> list[dict[str, Any]]:
+    """A row for each change that searches had."""
+    groups = [list(map(int, str(changes).split())) for changes in rows.changes]
+    places = sorted({place for group in groups for place in group})
+    made = np.array([[float(place in group) for place in places] for group in groups])
+    added, errors = effects(made, rows[list(LOST)].to_numpy(dtype=float))
+    return [
+        _row(all_variants()[place], int(column.sum()), alone=alone, added=one, errors=error)
+        for place, column, one, error in zip(places, made.T, added, errors, strict=True)
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.search.screening", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--problems", type=int, default=250, help="of each generator")
+    parser.add_argument("--pilot", type=int, default=2, help="problems of each generator for each change alone")
+    parser.add_argument("--at-once", type=int, default=16, help="changes in one search")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--generators", nargs="+", choices=list(GENERATORS), default=list(GENERATORS))
+    parser.add_argument("--only", nargs="+", default=[""], help="changes whose names begin so")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="problems at a time")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    chosen = parser.parse_args(arguments)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    drawn = {name: list(seeds(name, chosen.pilot + chosen.problems, chosen.first_seed)) for name in chosen.generators}
+    pilot = [(name, seed) for name, found in drawn.items() for seed in found[: chosen.pilot]]
+    # of all generators in turn, so that a run that was broken off has seen each
+    further = [(name, found[chosen.pilot + i]) for i in range(chosen.problems) for name, found in drawn.items()]
+    changes = [i for i, one in enumerate(all_variants()) if i and one.name.startswith(tuple(chosen.only))]
+    alone = _searched(pilot, changes, 1, chosen.processes, chosen.out / "search_screening_alone.csv.gz")
+    lost = alone.groupby(alone.changes.astype(int))["regret more"].mean()
+    ruinous = set(lost.index[lost > RUINOUS].tolist())
+    in_company = [place for place in changes if place not in ruinous]
+    kept = chosen.out / "search_screening_rows.csv.gz"
+    rows = _searched(further, in_company, chosen.at_once, chosen.processes, kept)
+    apart = alone[alone.changes.astype(int).isin(list(ruinous))]
+    table = [*table_of(rows, alone=False), *(table_of(apart, alone=True) if len(apart) else [])]
+    told = pd.DataFrame(table).assign(at_once=chosen.at_once, first_seed=chosen.first_seed)
+    told.round(6).to_csv(chosen.out / "search_screening.csv", index=False)
+    print(told.round(4).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()

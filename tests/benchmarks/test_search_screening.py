@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.search import screening
+from benchmarks.search.ablation import Variant, all_variants, policies_of
+from benchmarks.search.screening import dealt, effects
+from splittune.search.policies.proposer import POLICIES
+
+
+@given(seed=st.integers(0, 100), at_once=st.integers(1, 40))
+def test_every_change_is_in_one_group_without_what_it_excludes(seed: int, at_once: int) -> None:
+    """Whatever is drawn: no group changes a number twice, or one of a policy that it leaves out."""
+    known, changes = all_variants(), range(1, len(all_variants()))
+    groups = dealt(changes, at_once, np.random.default_rng(seed))
+    assert sorted(place for group in groups for place in group) == list(changes)
+    assert all(len(group) <= 2 * at_once for group in groups)
+    for group in groups:
+        names = [known[place].name for place in group]
+        assert len(set(names)) == len(names)
+        gone = {known[place].place for place in group if known[place].replaced is None} - {None}
+        assert not any(known[place].place in gone for place in group if known[place].replaced is not None)
+
+
+def test_the_same_groups_are_dealt_again() -> None:
+    """What was broken off goes on with them, and another problem has others."""
+    changes = range(1, 60)
+    one, same, other = (dealt(changes, 8, np.random.default_rng(seed)) for seed in (3, 3, 4))
+    assert one == same != other
+
+
+def test_policies_are_changed_and_left_out_together() -> None:
+    """Two numbers of one policy, and another policy that is gone."""
+    made = [
+        Variant(name="gone", change="left out", place=0),
+        Variant(name="price", change="", place=3, replaced={"oom_price": 9.0}),
+        Variant(name="gain", change="", place=3, replaced={"min_gain": 0.5}),
+    ]
+    changed = policies_of(made)
+    assert changed[:2] == POLICIES[1:3]
+    assert (changed[2].oom_price, changed[2].min_gain) == (9.0, 0.5)  # type: ignore[attr-defined]
+    assert changed[3:] == POLICIES[4:]
+    assert policies_of([]) == POLICIES
+
+
+def test_what_changes_add_is_told_apart() -> None:
+    """2,000 searches had a third of twelve changes each; of two losses one is added to by the first change, 1.0, and
+    taken from by the second, 0.5, beside noise of 1; the other is noise alone."""
+    rng = np.random.default_rng(0)
+    made = (rng.random((2000, 12)) < 1 / 3).astype(float)
+    lost = rng.normal(size=(2000, 2))
+    lost[:, 0] += made[:, 0] - 0.5 * made[:, 1]
+    added, errors = effects(made, lost)
+    truth = np.zeros((12, 2))
+    truth[:2, 0] = 1.0, -0.5
+    assert np.sqrt((((added - truth) / errors) ** 2).mean()) == pytest.approx(1, abs=0.3)
+    assert errors == pytest.approx(np.full((12, 2), 0.047), rel=0.3)
+
+
+def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What ruins searches alone gets no company; a second run searches nothing again."""
+    asked = ["--problems", "2", "--pilot", "1", "--at-once", "2", "--generators", "lines", "--first-seed", "3"]
+    asked += ["--only", "SmallestLeft", "curves.KNEE_GAIN", "UpperConfidenceBound(oom_price=0.7).oom_price"]
+    asked += ["--out", str(tmp_path)]
+    screening.main(asked)
+    assert "2 of 2 problems" in capfd.readouterr().out
+    table = pd.read_csv(tmp_path / "search_screening.csv")
+    assert {"SmallestLeft", "curves.KNEE_GAIN", "UpperConfidenceBound(oom_price=0.7).oom_price"} <= set(table.what)
+    assert table.alone.any()
+    assert table.problems[~table.alone].eq(2).all()
+    assert table.problems[table.alone].eq(1).all()
+    assert (table["regret more"][table.alone] > screening.RUINOUS).all()
+    kept = (tmp_path / "search_screening_rows.csv.gz").read_bytes()
+    screening.main(asked)
+    assert (tmp_path / "search_screening_rows.csv.gz").read_bytes() == kept
+    assert "of 2 problems" not in capfd.readouterr().out
