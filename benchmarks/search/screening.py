@@ -1,6 +1,6 @@
 """What each rule and each number of the search is worth, with many of them changed at once.
 
-    python -m benchmarks.search.screening [--problems 250] [--at-once 16] [--pilot 1] [--first-seed N] [--out DIR]
+    python -m benchmarks.search.screening [--problems 250] [--at-once 16] [--pilot 2] [--first-seed N] [--out DIR]
 
 `benchmarks.search.ablation` makes one change at a time: with hundreds of changes, on a thousand problems each, that
 takes days. Here all changes are dealt to random groups anew for each problem, and each group is one search: every
@@ -10,31 +10,42 @@ unequal variances (White, "A Heteroskedasticity-Consistent Covariance Matrix Est
 than there are changes. What two changes do together beyond what each does is noise here.
 
 A change that ruins searches would drown its company. So each is first made alone on a few problems, and what loses
-more than `RUINOUS` there is told by those alone. `search_screening.csv` has all rows; `search_screening_rows.csv.gz`,
-what every search lost, from which a run that was broken off goes on.
+more than `RUINOUS` there is told by those alone. `search_screening.csv` has all rows. What every search lost is kept
+(``--kept``), so that a run that was broken off goes on, and a longer one begins with it; once a line of the search or
+of its problems has changed, all is searched anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pandas as pd
 
 from benchmarks.search.ablation import Variant, all_variants, searched
 from benchmarks.search.judge import GENERATORS, RESULTS, judged, seeds
+from splittune import search
 from splittune.search.arrays import FloatArray
 
 FIRST_SEED = 580_000
 # What loses so much regret more than the search itself on average, alone, gets no company. A choice.
 RUINOUS = 0.02
+KEPT = Path("runs/screening")
 LOST = {"regret more": "regret", "trials more": "num_trials", "later OOMs more": "num_later_oom"}
 """What a change may cost, and where `judged` tells it."""
+
+
+def fingerprint(changes: Sequence[int], at_once: int) -> str:
+    """Of what is asked, and of the code of the search and of its problems: what another lost tells nothing of this."""
+    rooms = Path(search.__file__).parent, Path(__file__).parent
+    code = [path.read_bytes() for room in rooms for path in sorted(room.rglob("*.py"))]
+    return f"{crc32(repr((list(changes), at_once, code)).encode()):08x}"
 
 
 def dealt(changes: Sequence[int], at_once: int, rng: np.random.Generator) -> list[list[int]]:
@@ -55,7 +66,7 @@ def dealt(changes: Sequence[int], at_once: int, rng: np.random.Generator) -> lis
 
 
 def effects(made: FloatArray, lost: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """(V, L) what each of V changes adds to each of L losses, and the standard errors.
+    """(V, L) what each of V changes adds to each of L losses, and the standard errors; NaN without searches to spare.
 
     Args:
         made: (S, V) 1 where a search had the change, else 0.
@@ -67,7 +78,8 @@ def effects(made: FloatArray, lost: FloatArray) -> tuple[FloatArray, FloatArray]
     added = inverse @ made.T @ lost
     left = lost - made @ added
     searches, changes = made.shape
-    spare = searches / max(searches - changes, 1)  # what changes explain by chance is not left
+    # what changes explain by chance is not left
+    spare = searches / (searches - changes) if searches > changes else np.nan
     variances = [spare * np.diag(inverse @ (made.T * column**2) @ made @ inverse) for column in left.T]
     return added, np.sqrt(np.maximum(np.column_stack(variances), 0.0))
 
@@ -84,26 +96,23 @@ def _lost(task: tuple[str, int, list[list[int]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _tasks(
-    problems: Sequence[tuple[str, int]], changes: Sequence[int], at_once: int
-) -> Iterator[tuple[str, int, list[list[int]]]]:
-    """Each problem, and its own groups: the same again when asked again."""
-    for generator, seed in problems:
-        yield generator, seed, dealt(changes, at_once, np.random.default_rng(seed))
-
-
 def _searched(
     problems: Sequence[tuple[str, int]], changes: Sequence[int], at_once: int, processes: int, kept: Path
 ) -> pd.DataFrame:
-    """A row for each search; those that `kept` has are not run again."""
-    done = pd.read_csv(kept) if kept.exists() else pd.DataFrame({"generator": [], "seed": []})
-    ran = set(zip(done.generator, done.seed, strict=True))
-    left = [problem for problem in problems if problem not in ran]
+    """A row for each search; problems that are kept, a file each, are not searched again."""
+    room = kept / fingerprint(changes, at_once)
+    room.mkdir(parents=True, exist_ok=True)
+    files = {(generator, seed): room / f"{generator}-{seed}.csv" for generator, seed in problems}
+    left = [problem for problem, file in files.items() if not file.exists()]
+    tasks = [(name, seed, dealt(changes, at_once, np.random.default_rng(seed))) for name, seed in left]
     with Pool(processes) as pool:
-        for number, rows in enumerate(pool.imap_unordered(_lost, _tasks(left, changes, at_once)), len(ran) + 1):
-            pd.DataFrame(rows).to_csv(kept, mode="a", header=not kept.exists(), index=False)
+        for number, rows in enumerate(pool.imap_unordered(_lost, tasks), len(problems) - len(left) + 1):
+            file = files[rows[0]["generator"], rows[0]["seed"]]
+            unfinished = file.with_suffix(".unfinished")
+            pd.DataFrame(rows).to_csv(unfinished, index=False)
+            unfinished.replace(file)
             print(f"{number} of {len(problems)} problems", flush=True)
-    return pd.read_csv(kept)
+    return pd.concat([pd.read_csv(file) for file in files.values()], ignore_index=True)
 
 
 def _row(variant: Variant, problems: int, *, alone: bool, added: FloatArray, errors: FloatArray) -> dict[str, Any]:
@@ -136,21 +145,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--generators", nargs="+", choices=list(GENERATORS), default=list(GENERATORS))
     parser.add_argument("--only", nargs="+", default=[""], help="changes whose names begin so")
+    parser.add_argument(
+        "--kept", type=Path, default=KEPT, help="where the searches of a run that is broken off are kept"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="problems at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
+    for name in ("problems", "pilot", "at_once"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(chosen, name)}, expected 1 or more")
+    changes = [i for i, one in enumerate(all_variants()) if i and one.name.startswith(tuple(chosen.only))]
+    if not changes:
+        parser.error(f"no change's name begins with {' or '.join(chosen.only)}, expected such as UpperConfidenceBound")
     chosen.out.mkdir(parents=True, exist_ok=True)
     drawn = {name: list(seeds(name, chosen.pilot + chosen.problems, chosen.first_seed)) for name in chosen.generators}
     pilot = [(name, seed) for name, found in drawn.items() for seed in found[: chosen.pilot]]
     # of all generators in turn, so that a run that was broken off has seen each
     further = [(name, found[chosen.pilot + i]) for i in range(chosen.problems) for name, found in drawn.items()]
-    changes = [i for i, one in enumerate(all_variants()) if i and one.name.startswith(tuple(chosen.only))]
-    alone = _searched(pilot, changes, 1, chosen.processes, chosen.out / "search_screening_alone.csv.gz")
+    alone = _searched(pilot, changes, 1, chosen.processes, chosen.kept)
     lost = alone.groupby(alone.changes.astype(int))["regret more"].mean()
     ruinous = set(lost.index[lost > RUINOUS].tolist())
     in_company = [place for place in changes if place not in ruinous]
-    kept = chosen.out / "search_screening_rows.csv.gz"
-    rows = _searched(further, in_company, chosen.at_once, chosen.processes, kept)
+    rows = _searched(further, in_company, chosen.at_once, chosen.processes, chosen.kept)
     apart = alone[alone.changes.astype(int).isin(list(ruinous))]
     table = [*table_of(rows, alone=False), *(table_of(apart, alone=True) if len(apart) else [])]
     told = pd.DataFrame(table).assign(at_once=chosen.at_once, first_seed=chosen.first_seed)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.search import screening
 from benchmarks.search.ablation import Variant, all_variants, policies_of
-from benchmarks.search.screening import dealt, effects
+from benchmarks.search.screening import dealt, effects, fingerprint
+from splittune import search
+from splittune.search.policies.confidence import UpperConfidenceBound
 from splittune.search.policies.proposer import POLICIES
 
 
@@ -44,7 +47,8 @@ def test_policies_are_changed_and_left_out_together() -> None:
     ]
     changed = policies_of(made)
     assert changed[:2] == POLICIES[1:3]
-    assert (changed[2].oom_price, changed[2].min_gain) == (9.0, 0.5)  # type: ignore[attr-defined]
+    assert isinstance(changed[2], UpperConfidenceBound)
+    assert (changed[2].oom_price, changed[2].min_gain) == (9.0, 0.5)
     assert changed[3:] == POLICIES[4:]
     assert policies_of([]) == POLICIES
 
@@ -63,13 +67,20 @@ def test_what_changes_add_is_told_apart() -> None:
     assert errors == pytest.approx(np.full((12, 2), 0.047), rel=0.3)
 
 
+def test_as_many_changes_as_searches_leave_no_error_to_tell() -> None:
+    """One search with a change tells what it lost, and not by how much that is off."""
+    added, errors = effects(np.eye(2), np.array([[1.0], [3.0]]))
+    assert added.ravel() == pytest.approx([1, 3])
+    assert np.isnan(errors).all()
+
+
 def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What ruins searches alone gets no company; a second run searches nothing again."""
     asked = ["--problems", "2", "--pilot", "1", "--at-once", "2", "--generators", "lines", "--first-seed", "3"]
     asked += ["--only", "SmallestLeft", "curves.KNEE_GAIN", "UpperConfidenceBound(oom_price=0.7).oom_price"]
-    asked += ["--out", str(tmp_path)]
+    asked += ["--kept", str(tmp_path / "kept"), "--out", str(tmp_path)]
     screening.main(asked)
     assert "2 of 2 problems" in capfd.readouterr().out
     table = pd.read_csv(tmp_path / "search_screening.csv")
@@ -78,7 +89,32 @@ def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
     assert table.problems[~table.alone].eq(2).all()
     assert table.problems[table.alone].eq(1).all()
     assert (table["regret more"][table.alone] > screening.RUINOUS).all()
-    kept = (tmp_path / "search_screening_rows.csv.gz").read_bytes()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    assert len(before) == 1 + 1 + 2  # the table, and each problem of the pilot and after it
     screening.main(asked)
-    assert (tmp_path / "search_screening_rows.csv.gz").read_bytes() == kept
-    assert "of 2 problems" not in capfd.readouterr().out
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+    assert not re.search(r"of \d problems", capfd.readouterr().out)
+
+
+def test_what_another_search_lost_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a line of the search has changed, or other changes are asked for, their searches are others."""
+    asked = [fingerprint([1, 2], 4), fingerprint([1, 3], 4), fingerprint([1, 2], 5)]
+    assert fingerprint([1, 2], 4) == asked[0]
+    (tmp_path / "search.py").write_text("MIN_TRIALS = 7")
+    monkeypatch.setattr(search, "__file__", str(tmp_path / "search.py"))
+    assert len({*asked, fingerprint([1, 2], 4)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (["--at-once", "0"], "--at-once is 0, expected 1 or more"),
+        (["--problems", "0"], "--problems is 0, expected 1 or more"),
+        (["--only", "Nothing"], "no change's name begins with Nothing, expected such as UpperConfidenceBound"),
+    ],
+)
+def test_what_cannot_be_screened_is_said(asked: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is searched."""
+    with pytest.raises(SystemExit):
+        screening.main(asked)
+    assert says in capsys.readouterr().err
