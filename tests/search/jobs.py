@@ -9,9 +9,10 @@ from benchmarks.problems.problem import CardMemory, CardTime
 from tests.search.problem import MIB, Job, card_memory, job
 
 
-def cards(count: int, *, gpu0_outside: float = 0.0, **memory: float) -> list[CardMemory]:
+def cards(
+    count: int, *, gpu0_outside: float = 0.0, outside: float = 0.0, output: float = 0.0, **memory: float
+) -> list[CardMemory]:
     """Cards of one kind, MiB; GPU 0 has so much more that other programs hold, and all outputs."""
-    outside, output = memory.pop("outside", 0.0), memory.pop("output", 0.0)
     first = card_memory(is_first=True, outside=outside + gpu0_outside, output=output, **memory)  # type: ignore[arg-type]
     return [first, *[card_memory(outside=outside, **memory)] * (count - 1)]  # type: ignore[arg-type]
 

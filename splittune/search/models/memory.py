@@ -307,9 +307,8 @@ class MemoryModel:
         told = self._needed_by_one(trial.split)
         possible = frozenset(np.flatnonzero(told.most_after_cache_flush[0] > self.budget_bytes).tolist())
         tightest = trial.likely_oom_devices if trial.measurement.memory else frozenset()
-        if len(possible) != 1:
-            possible = possible & tightest if possible else tightest
-        return replace(trial, oom_devices=possible)
+        likely = possible & tightest if possible else tightest
+        return replace(trial, oom_devices=possible if len(possible) == 1 else likely)
 
     def _check(self, trial: JudgedTrial) -> None:
         """Compare a trial with its prediction, and raise the predictions to come if it took more."""

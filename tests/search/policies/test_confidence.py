@@ -255,8 +255,8 @@ def test_doubt_buys_no_risk() -> None:
 
 
 def test_before_a_search_ends_doubt_buys_what_cannot_run_out_of_memory() -> None:
-    """Little is to be expected of it, but predictions were off by three times what is bet on, two deviations; and it
-    costs a trial at most."""
+    """Little is to be expected of it, but predictions were off by three deviations, and it costs a trial at most. The
+    optimism is two deviations here: with less nothing is worth one before predictions are not believed at all."""
     problem = excess_varies_on_large_shares()
     further = (28, 23, 24, 23), (18, 18, 45, 45), (22, 24, 32, 32), (17, 21, 47, 46), (18, 20, 44, 44)
     tried = [even(1936, 646, 3), even(1936, 47, 3), even(1936, 25, 3), *[split(1936, *one) for one in further]]
