@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import numpy as np
 
 from splittune.search.arrays import FloatArray
@@ -23,29 +26,55 @@ def fit_costs(trials: StepTrials, slowest_s: FloatArray, *, with_links: bool) ->
     Worked: an update takes 650 ms with two devices, and 12 ms with GPU 0 alone: 638 ms of it are the further device's.
     In 284 micro-steps of 174 ms those 12 ms are in the noise, and by whole steps all 650 may be the update's own.
     """
-    step_s, micro_s, update_s = np.exp(trials.log_step_s), trials.micro_step_s, trials.update_s
-    links = _kinds_of_link(trials) if with_links else np.zeros((1, trials.num_devices))
-    matrix = np.column_stack([trials.counts.matrix, trials.counts.samples @ links.T])
-    rows = matrix / step_s[:, None]
-    # a micro-step pays for neither update nor reduce, and an update for nothing else: without their own times few
-    # trials do not tell these apart
-    in_update = np.array([0, 0, 1, 1, *[0] * len(links)])
-    of_micro_step, of_update = matrix / trials.steps[:, None] * (1 - in_update), matrix * in_update
-    weights = PART_WEIGHT * trials.tells_micro_steps / micro_s
-    of_updates = PART_WEIGHT * trials.tells_updates / update_s
-    left_of_steps = np.maximum(step_s - trials.steps * slowest_s, 0.0) / step_s
-    left_of_micro_steps = np.maximum(micro_s - slowest_s, 0.0) * weights
-    costs = non_negative(
-        np.concatenate([rows, of_micro_step * weights[:, None], of_update * of_updates[:, None]]),
-        np.concatenate([left_of_steps, left_of_micro_steps, update_s * of_updates]),
-    )
-    predicted = trials.steps * slowest_s / step_s + rows @ costs
+    rows = _rows(trials, with_links)
+    worked = trials.steps * slowest_s * rows.per_step_s
+    left_of_steps = np.maximum(1.0 - worked, 0.0)
+    left_of_micro_steps = np.maximum(trials.micro_step_s - slowest_s, 0.0) * rows.weights
+    costs = non_negative(rows.matrix, np.concatenate([left_of_steps, left_of_micro_steps, rows.updates]))
+    predicted = worked + rows.matrix[: len(worked)] @ costs
     c, h, u, r, *of_links = costs.tolist()
-    gathered_s = tuple((np.array(of_links) @ links).tolist())
+    gathered_s = tuple((np.array(of_links) @ rows.links).tolist())
     fitted = StepCosts(
         per_micro_step_s=c, per_device_s=h, per_step_s=u, per_reduce_s=r, per_gathered_sample_s=gathered_s
     )
     return fitted, float((np.log(predicted) ** 2).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What of the least squares is the same whatever the devices' curves."""
+
+    matrix: FloatArray
+    """(3 R, 4 + K) how often steps, micro-steps and updates pay for each cost, in parts of their own seconds."""
+    per_step_s: FloatArray
+    """(R,) 1 over the seconds of a step."""
+    weights: FloatArray
+    """(R,) what a second of a micro-step counts."""
+    updates: FloatArray
+    """(R,) what updates took, relative."""
+    links: FloatArray
+    """(K, n), as `_kinds_of_link` says."""
+
+
+@lru_cache(maxsize=2)
+def _rows(trials: StepTrials, with_links: bool) -> _Rows:
+    links = _kinds_of_link(trials) if with_links else np.zeros((1, trials.num_devices))
+    matrix = np.column_stack([trials.counts.matrix, trials.counts.samples @ links.T])
+    per_step_s = np.exp(-trials.log_step_s)
+    # a micro-step pays for neither update nor reduce, and an update for nothing else: without their own times few
+    # trials do not tell these apart
+    in_update = np.array([0, 0, 1, 1, *[0] * len(links)])
+    of_micro_step, of_update = matrix / trials.steps[:, None] * (1 - in_update), matrix * in_update
+    weights = PART_WEIGHT * trials.tells_micro_steps / trials.micro_step_s
+    of_updates = PART_WEIGHT * trials.tells_updates / trials.update_s
+    relative = matrix * per_step_s[:, None], of_micro_step * weights[:, None], of_update * of_updates[:, None]
+    return _Rows(
+        matrix=np.concatenate(relative),
+        per_step_s=per_step_s,
+        weights=weights,
+        updates=trials.update_s * of_updates,
+        links=links,
+    )
 
 
 def _kinds_of_link(trials: StepTrials) -> FloatArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,14 +89,19 @@ class Curve:
     """What was measured, smallest first."""
     deviations: FloatArray
     """Logarithms of measured over form, at these `works`."""
-    ratio: float = 1.0
-    """Samples of a device of ratio 1 that take as long as one, so that one curve serves devices of several speeds."""
+    ratio: float | FloatArray = 1.0
+    """Samples of a device of ratio 1 that take as long as one, so that one curve serves devices of several speeds. Or
+    one for each of the last axis of the shares that are asked for."""
     tile: Tile = NO_TILE
 
     def __call__(self, shares: FloatArray) -> FloatArray:
         """Seconds for each share; 0 for a share of 0."""
         form = self.floor_s + self.slope_s * np.maximum(self._work(shares), self.knee)
         return np.where(shares > 0, form * np.exp(self.deviation(shares)), 0.0)
+
+    def at(self, ratios: Sequence[float] | FloatArray) -> Curve:
+        """The same for devices of these ratios, (R,), one for each of the last axis of shares."""
+        return replace(self, ratio=np.asarray(ratios))
 
     def deviation(self, shares: FloatArray) -> FloatArray:
         """Logarithm of curve over form, interpolated at `shares`."""
@@ -178,11 +183,11 @@ def _knees(measured: FloatArray, sizes: FloatArray) -> FloatArray:
     flats = np.cumsum(1 / measured)[splits - 1] / np.cumsum(1 / measured**2)[splits - 1]  # of the least relative error
     met = (flats - floors) / slopes
     met = met[(sizes[splits - 1] < met) & (met < sizes[splits])]
-    return np.unique(np.concatenate([sizes[1:-1], np.sqrt(sizes[:-1] * sizes[1:]), met]))
+    return np.sort(np.concatenate([sizes[1:-1], np.sqrt(sizes[:-1] * sizes[1:]), met]))
 
 
 def _lines(
-    measured: FloatArray, terms: FloatArray, counted: NDArray[np.bool_] | bool = True
+    measured: FloatArray, terms: FloatArray, counted: NDArray[np.bool_] | float = 1.0
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """(K,) floors, slopes and squared relative errors of K lines ``floor + slope x term``.
 
@@ -190,14 +195,13 @@ def _lines(
     is, the best line with a 0 in its place is the answer. `terms` is (K, R); `counted`, (K, R) or
     one for all, says which times count.
     """
-    ones = np.where(counted, 1 / measured, 0.0) * np.ones_like(terms)
-    scaled = terms * ones
-    target = np.where(counted, 1.0, 0.0) * np.ones_like(terms)
-    aa, ab, bb = (ones**2).sum(axis=1), (ones * scaled).sum(axis=1), (scaled**2).sum(axis=1)
-    a, b = ones.sum(axis=1), scaled.sum(axis=1)
+    ones, inverse = counted * np.ones_like(terms), 1 / measured
+    counted_terms = ones * terms
+    aa, ab, bb = ones @ inverse**2, counted_terms @ inverse**2, (counted_terms * terms) @ inverse**2
+    a, b = ones @ inverse, counted_terms @ inverse
     determinant = np.maximum(aa * bb - ab**2, SINGULAR * aa * bb)
     floors, slopes = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
     floors, slopes = np.where(slopes < 0, a / aa, floors), np.where(floors < 0, b / bb, slopes)
     floors, slopes = np.maximum(floors, 0.0), np.maximum(slopes, LEAST_SLOPE_S)
-    errors = ((floors[:, None] * ones + slopes[:, None] * scaled - target) ** 2).sum(axis=1)
+    errors = (ones * ((floors[:, None] + slopes[:, None] * terms) * inverse - 1) ** 2).sum(axis=1)
     return floors, slopes, errors

@@ -98,10 +98,15 @@ class Hypothesis:
         """(N,) which device works longest on its share, and its seconds."""
         largest = int(shards.max(initial=0))
         are_sizes_fewer = largest <= 2 * len(shards)  # then each curve is worked out once a size
-        sizes, whole = np.arange(largest + 1, dtype=float), shards.astype(int)
-        seconds = np.empty_like(shards)
-        for curve, own in self._devices_by_curve():
-            seconds[:, own] = curve(sizes)[whole[:, own]] if are_sizes_fewer else curve(shards[:, own])
+        sizes, whole = np.arange(largest + 1, dtype=float)[:, None], shards.astype(int)
+        seconds, ratios = np.empty_like(shards), self._ratios
+        for form, own in self._devices_by_form():
+            if are_sizes_fewer:
+                different = list(dict.fromkeys(ratios[i] for i in own))
+                columns = [different.index(ratios[i]) for i in own]
+                seconds[:, own] = form.at(different)(sizes)[whole[:, own], columns]
+            else:
+                seconds[:, own] = form.at([ratios[i] for i in own])(shards[:, own])
         seconds[:, 0] += self.gpu0_per_sample_s * shards.sum(axis=1)
         which = seconds.argmax(axis=1)
         return which, seconds[np.arange(len(shards)), which]
@@ -142,14 +147,21 @@ class Hypothesis:
         self, shards: FloatArray, which: NDArray[np.int64], ask: Callable[[Curve, FloatArray], FloatArray]
     ) -> FloatArray:
         """(N,) what the slowest device's curve says of its share: `ask` is a method of `Curve`."""
-        shares = shards[np.arange(len(shards)), which]
+        shares, ratios = shards[np.arange(len(shards)), which], np.array(self._ratios)
         answers = np.zeros(len(shards))
-        for curve, devices in self._devices_by_curve():
+        for form, devices in self._devices_by_form():
             own = (which[:, None] == devices).any(axis=1)
-            answers[own] = ask(curve, shares[own])
+            answers[own] = ask(form.at(ratios[which[own]]), shares[own])
         return answers
 
-    def _devices_by_curve(self) -> Sequence[tuple[Curve, list[int]]]:
-        """Each different curve, and the devices that have it."""
-        different = {id(curve): curve for curve in self.curves}.values()
-        return [(curve, [i for i, other in enumerate(self.curves) if other is curve]) for curve in different]
+    @property
+    def _ratios(self) -> list[float]:
+        return [float(curve.ratio) for curve in self.curves]
+
+    def _devices_by_form(self) -> list[tuple[Curve, list[int]]]:
+        """The curve of one device for each group whose curves differ in their ratio alone, and the group."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for i, one in enumerate(self.curves):
+            form = one.floor_s, one.slope_s, one.knee, id(one.works), id(one.deviations), one.tile
+            groups.setdefault(form, []).append(i)
+        return [(self.curves[own[0]], own) for own in groups.values()]

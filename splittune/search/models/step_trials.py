@@ -20,7 +20,7 @@ LEAST_NOISE = 0.001
 SIGNIFICANT_DEVIATIONS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepTrials:
     """R trials over n devices."""
 

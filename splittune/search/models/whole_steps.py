@@ -180,7 +180,7 @@ class WholeSteps:
     @staticmethod
     def _log_prior(ratios: FloatArray) -> float:
         """Of ratios, (n,): each that differs counts once, by `RATIO_PENALTY`."""
-        return -RATIO_PENALTY * float((np.log(np.unique(ratios)) ** 2).sum())
+        return -RATIO_PENALTY * sum(float(np.log(ratio)) ** 2 for ratio in set(ratios.tolist()))
 
     def _at(self, ratios: FloatArray, gpu0_part: float = 0.0, tile: Tile = NO_TILE) -> Weighed:
         """With a single curve for all, at these ratios, (n,), so much of `GPU0_PARTS`, and this tile.
@@ -220,7 +220,8 @@ class WholeSteps:
             solution = non_negative(matrix, np.ones_like(sizes))
             return float(((matrix @ solution - 1.0) ** 2).sum()), float(solution[2])
 
-        knees = [knee for knee in np.unique(np.quantile(shares, KNEES)) if knee < shares.max()]
+        quantiles = np.interp(KNEES, np.linspace(0.0, 1.0, len(shares)), np.sort(shares))
+        knees = sorted({knee for knee in quantiles.tolist() if knee < shares.max()})
         lines = [told(knee) for knee in (0.0, *knees)]
         seconds = {each for _, each in (lines[0], min(lines))}
         return [np.minimum(each * further, MOST_OVERHEAD * micro_s) for each in sorted(seconds)]
