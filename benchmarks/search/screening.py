@@ -1,6 +1,6 @@
 """What each rule and each number of the search is worth, with many of them changed at once.
 
-    python -m benchmarks.search.screening [--problems 250] [--at-once 16] [--pilot 2] [--first-seed N] [--out DIR]
+    python -m benchmarks.search.screening [--problems 250] [--at-once 16] [--pilot 2] [--leave-out KIND] [--out DIR]
 
 `benchmarks.search.ablation` makes one change at a time: with hundreds of changes, on a thousand problems each, that
 takes days. Here all changes are dealt to random groups anew for each problem, and each group is one search: every
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from itertools import islice
 from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from splittune.search.arrays import FloatArray
 FIRST_SEED = 580_000
 # What loses so much regret more than the search itself on average, alone, gets no company. A choice.
 RUINOUS = 0.02
+# Problems of a kind are looked for among so many times as are wanted.
+RARE = 20
 KEPT = Path("runs/screening")
 LOST = {"regret more": "regret", "trials more": "num_trials", "later OOMs more": "num_later_oom"}
 """What a change may cost, and where `judged` tells it."""
@@ -134,6 +137,14 @@ def table_of(rows: pd.DataFrame, *, alone: bool) -> list[dict[str, Any]]:
     ]
 
 
+def _seeds_of(generator: str, count: int, chosen: argparse.Namespace) -> list[int]:
+    """The first `count` seeds of problems of the kinds that are asked for; fewer where those are rare."""
+    drawn = ((seed, GENERATORS[generator](seed).kind) for seed in seeds(generator, RARE * count, chosen.first_seed))
+    wanted, unwanted = chosen.kind, chosen.leave_out
+    found = (seed for seed, kind in drawn if wanted in kind and not (unwanted and unwanted in kind))
+    return list(islice(found, count))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(
@@ -144,6 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--at-once", type=int, default=16, help="changes in one search")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--generators", nargs="+", choices=list(GENERATORS), default=list(GENERATORS))
+    parser.add_argument("--kind", default="", help="problems alone whose kind has these words")
+    parser.add_argument("--leave-out", help="no problems whose kind has these words, such as 'no busy times'")
     parser.add_argument("--only", nargs="+", default=[""], help="changes whose names begin so")
     parser.add_argument(
         "--kept", type=Path, default=KEPT, help="where the searches of a run that is broken off are kept"
@@ -158,7 +171,11 @@ def main(arguments: list[str] | None = None) -> None:
     if not changes:
         parser.error(f"no change's name begins with {' or '.join(chosen.only)}, expected such as UpperConfidenceBound")
     chosen.out.mkdir(parents=True, exist_ok=True)
-    drawn = {name: list(seeds(name, chosen.pilot + chosen.problems, chosen.first_seed)) for name in chosen.generators}
+    count = chosen.pilot + chosen.problems
+    drawn = {name: _seeds_of(name, count, chosen) for name in chosen.generators}
+    for name, found in drawn.items():
+        if len(found) < count:
+            parser.error(f"{name} has {len(found)} such problems among {RARE * count}, expected {count}: leave it out")
     pilot = [(name, seed) for name, found in drawn.items() for seed in found[: chosen.pilot]]
     # of all generators in turn, so that a run that was broken off has seen each
     further = [(name, found[chosen.pilot + i]) for i in range(chosen.problems) for name, found in drawn.items()]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.search import screening
 from benchmarks.search.ablation import Variant, all_variants, policies_of
+from benchmarks.search.judge import GENERATORS
 from benchmarks.search.screening import dealt, effects, fingerprint
 from splittune import search
 from splittune.search.policies.confidence import UpperConfidenceBound
@@ -96,6 +97,17 @@ def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
     assert not re.search(r"of \d problems", capfd.readouterr().out)
 
 
+def test_problems_of_some_kinds_are_screened_alone(tmp_path: Path) -> None:
+    """Those that have the words of `--kind`, and not those of `--leave-out`."""
+    asked = ["--problems", "1", "--pilot", "1", "--at-once", "2", "--generators", "physics", "--first-seed", "3"]
+    asked += ["--only", "curves.KNEE_GAIN", "--kind", "knee", "--leave-out", "no busy times", "--out", str(tmp_path)]
+    screening.main([*asked, "--kept", str(tmp_path)])
+    found = {int(path.stem.split("-")[1]) for path in tmp_path.rglob("physics-*.csv")}
+    kinds = [GENERATORS["physics"](seed).kind for seed in found]
+    assert len(kinds) == 2
+    assert all("knee" in kind and "no busy times" not in kind for kind in kinds)
+
+
 def test_what_another_search_lost_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a line of the search has changed, or other changes are asked for, their searches are others."""
     asked = [fingerprint([1, 2], 4), fingerprint([1, 3], 4), fingerprint([1, 2], 5)]
@@ -110,11 +122,16 @@ def test_what_another_search_lost_is_not_taken_up(tmp_path: Path, monkeypatch: p
     [
         (["--at-once", "0"], "--at-once is 0, expected 1 or more"),
         (["--problems", "0"], "--problems is 0, expected 1 or more"),
+        (
+            ["--generators", "lines", "--kind", "no such"],
+            "lines has 0 such problems among 80, expected 4",
+        ),
         (["--only", "Nothing"], "no change's name begins with Nothing, expected such as UpperConfidenceBound"),
     ],
 )
 def test_what_cannot_be_screened_is_said(asked: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is searched."""
+    few = ["--problems", "3", "--pilot", "1"]
     with pytest.raises(SystemExit):
-        screening.main(asked)
+        screening.main([*few, *asked])
     assert says in capsys.readouterr().err
