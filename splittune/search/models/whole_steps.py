@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
 from splittune.search.arrays import FloatArray
-from splittune.search.models.curves import MOST_IN_TILES, NO_TILE, Tile, fit_curve
+from splittune.search.models.curves import KNEE_GAIN, MOST_IN_TILES, NO_TILE, Tile, fit_curve
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
 from splittune.search.models.least_squares import non_negative
@@ -192,26 +192,23 @@ class WholeSteps:
         scaled = tile.filled(trials.shards) * ratios
         scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
         shares = scaled.max(axis=1)
-        found = []
-        for further_s in self._further_devices_s(shares):
-            # of a single size the curve may take all: what is constant falls out of the comparison
-            curve = fit_curve(shares, trials.micro_step_s - further_s, trials.noise)
-            at_ratio = {ratio: replace(curve, ratio=float(ratio), tile=tile) for ratio in set(ratios)}
-            curves = tuple(at_ratio[ratio] for ratio in ratios)
-            found.append(weigh(trials, curves, prior, gpu0_per_sample_s=gpu0_part * curve.slope_s))
-        return max(found, key=lambda pair: pair[0])
+        # of a single size the curve may take all: what is constant falls out of the comparison
+        curve = fit_curve(shares, trials.micro_step_s - self._further_devices_s(shares), trials.noise)
+        at_ratio = {ratio: replace(curve, ratio=float(ratio), tile=tile) for ratio in set(ratios.tolist())}
+        curves = tuple(at_ratio[ratio] for ratio in ratios.tolist())
+        return weigh(trials, curves, prior, gpu0_per_sample_s=gpu0_part * curve.slope_s)
 
-    def _further_devices_s(self, shares: FloatArray) -> list[FloatArray]:
-        """(R,) seconds of a micro-step that may grow with the number of devices; 0 alone where trials had as many.
+    def _further_devices_s(self, shares: FloatArray) -> FloatArray:
+        """(R,) seconds of a micro-step that may grow with the number of devices; 0 where trials had as many.
 
-        They are what a straight line leaves, or one with the best of a few knees. Worked: a single device takes 20 ms
-        for up to 100 samples and 34 ms for 170, and so do seven. By a straight line one sample takes less than 100: if
-        one on each of seven took as long as 100 on one, the further devices take the rest. By one with a knee they
-        take nothing.
+        They are what a straight line leaves, or one with the best of a few knees where that is believed, as in
+        `fit_curve`. Worked: a single device takes 20 ms for up to 100 samples and 34 ms for 170, and so do seven. By a
+        straight line one sample takes less than 100: if one on each of seven took as long as 100 on one, the further
+        devices take the rest. By one with a knee they take nothing.
         """
         micro_s, further = self.trials.micro_step_s, self.trials.counts.active_devices - 1.0
         if np.ptp(further) == 0:
-            return [np.zeros(len(further))]
+            return np.zeros(len(further))
 
         def told(knee: float) -> tuple[float, float]:
             """The squared relative error, and the seconds of each further device."""
@@ -220,11 +217,11 @@ class WholeSteps:
             solution = non_negative(matrix, np.ones_like(sizes))
             return float(((matrix @ solution - 1.0) ** 2).sum()), float(solution[2])
 
+        straight = told(0.0)
         quantiles = np.interp(KNEES, np.linspace(0.0, 1.0, len(shares)), np.sort(shares))
-        knees = sorted({knee for knee in quantiles.tolist() if knee < shares.max()})
-        lines = [told(knee) for knee in (0.0, *knees)]
-        seconds = {each for _, each in (lines[0], min(lines))}
-        return [np.minimum(each * further, MOST_OVERHEAD * micro_s) for each in sorted(seconds)]
+        best = min([straight, *(told(knee) for knee in sorted(set(quantiles.tolist())) if knee < shares.max())])
+        is_bent = best[0] < KNEE_GAIN * straight[0] and straight[0] > len(shares) * self.trials.noise**2
+        return np.asarray(np.minimum((best if is_bent else straight)[1] * further, MOST_OVERHEAD * micro_s))
 
     def _kinds_and_the_rest(self) -> list[NDArray[np.bool_]]:
         """Those of `_kinds_of_unknown_speed`, and where there are several the devices of none of them.
