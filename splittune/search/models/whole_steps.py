@@ -185,7 +185,7 @@ class WholeSteps:
     def _at(self, ratios: FloatArray, gpu0_part: float = 0.0, tile: Tile = NO_TILE) -> Weighed:
         """With a single curve for all, at these ratios, (n,), so much of `GPU0_PARTS`, and this tile.
 
-        The likeliest of the curves beside what further devices may take.
+        The curve is of what further devices leave of a micro-step.
         """
         prior = self._log_prior(ratios) - GPU0_PENALTY * (gpu0_part > 0) - TILE_PENALTY * (tile.part > 0)
         trials = self.trials
@@ -217,11 +217,12 @@ class WholeSteps:
             solution = non_negative(matrix, np.ones_like(sizes))
             return float(((matrix @ solution - 1.0) ** 2).sum()), float(solution[2])
 
-        straight = told(0.0)
-        quantiles = np.interp(KNEES, np.linspace(0.0, 1.0, len(shares)), np.sort(shares))
-        best = min([straight, *(told(knee) for knee in sorted(set(quantiles.tolist())) if knee < shares.max())])
-        is_bent = best[0] < KNEE_GAIN * straight[0] and straight[0] > len(shares) * self.trials.noise**2
-        return np.asarray(np.minimum((best if is_bent else straight)[1] * further, MOST_OVERHEAD * micro_s))
+        error, each_s = told(0.0)
+        if error > len(shares) * self.trials.noise**2:
+            quantiles = np.interp(KNEES, np.linspace(0.0, 1.0, len(shares)), np.sort(shares))
+            bent = [told(knee) for knee in sorted(set(quantiles.tolist())) if knee < shares.max()]
+            each_s = min((pair for pair in bent if pair[0] < KNEE_GAIN * error), default=(error, each_s))[1]
+        return np.asarray(np.minimum(each_s * further, MOST_OVERHEAD * micro_s))
 
     def _kinds_and_the_rest(self) -> list[NDArray[np.bool_]]:
         """Those of `_kinds_of_unknown_speed`, and where there are several the devices of none of them.
