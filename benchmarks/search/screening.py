@@ -9,10 +9,11 @@ search itself is then laid to the changes that it had: ordinary least squares, w
 unequal variances (White, "A Heteroskedasticity-Consistent Covariance Matrix Estimator", 1980), on far more searches
 than there are changes. What two changes do together beyond what each does is noise here.
 
-A change that ruins searches would drown its company. So each is first made alone on a few problems, and what loses
-more than `RUINOUS` there is told by those alone. `search_screening.csv` has all rows. What every search lost is kept
-(``--kept``), so that a run that was broken off goes on, and a longer one begins with it; once a line of the search or
-of its problems has changed, all is searched anew.
+A change that ruins searches would drown its company, and one that moves them the many that do nothing. So each is first
+made alone on a few problems: what loses more than `RUINOUS` there is told by those alone, what moved a search is made
+with few others of its like, and what moved none with many. `search_screening.csv` has all rows. What every search lost
+is kept (``--kept``), so that a run that was broken off goes on, and a longer one begins with it; once a line of the
+search or of its problems has changed, all is searched anew.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ FIRST_SEED = 580_000
 RUINOUS = 0.02
 # Problems of a kind are looked for among so many times as are wanted.
 RARE = 20
+# What moved a search of the pilot has so many times less company. A choice: with all together every fourth was ruined.
+LESS_COMPANY = 8
 KEPT = Path("runs/screening")
 LOST = {"regret more": "regret", "trials more": "num_trials", "later OOMs more": "num_later_oom"}
 """What a change may cost, and where `judged` tells it."""
 
 
-def fingerprint(changes: Sequence[int], at_once: int) -> str:
+Company = tuple[Sequence[int], int]
+"""The places of changes that are made together, and how many at once."""
+
+
+def fingerprint(companies: Sequence[Company]) -> str:
     """Of what is asked, and of the code of the search and of its problems: what another lost tells nothing of this."""
     rooms = Path(search.__file__).parent, Path(__file__).parent
     code = [path.read_bytes() for room in rooms for path in sorted(room.rglob("*.py"))]
-    return f"{crc32(repr((list(changes), at_once, code)).encode()):08x}"
+    return f"{crc32(repr(([(list(changes), at_once) for changes, at_once in companies], code)).encode()):08x}"
 
 
 def dealt(changes: Sequence[int], at_once: int, rng: np.random.Generator) -> list[list[int]]:
@@ -66,6 +73,15 @@ def dealt(changes: Sequence[int], at_once: int, rng: np.random.Generator) -> lis
         else:
             groups.append([place])
     return groups
+
+
+def parted(alone: pd.DataFrame, at_once: int) -> tuple[list[int], list[Company]]:
+    """The places of what ruins searches, by what searches with a single change lost; and who has company of whom."""
+    places, does_move = alone.changes.astype(int), (alone[list(LOST)] != 0).any(axis=1)
+    does_ruin = alone.groupby(places)["regret more"].transform("mean") > RUINOUS
+    ruinous, moved = set(places[does_ruin]), set(places[does_move & ~does_ruin])
+    still = set(places) - ruinous - moved
+    return sorted(ruinous), [(sorted(still), at_once), (sorted(moved), max(1, at_once // LESS_COMPANY))]
 
 
 def effects(made: FloatArray, lost: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -100,14 +116,17 @@ def _lost(task: tuple[str, int, list[list[int]]]) -> list[dict[str, Any]]:
 
 
 def _searched(
-    problems: Sequence[tuple[str, int]], changes: Sequence[int], at_once: int, processes: int, kept: Path
+    problems: Sequence[tuple[str, int]], companies: Sequence[Company], processes: int, kept: Path
 ) -> pd.DataFrame:
     """A row for each search; problems that are kept, a file each, are not searched again."""
-    room = kept / fingerprint(changes, at_once)
+    room = kept / fingerprint(companies)
     room.mkdir(parents=True, exist_ok=True)
     files = {(generator, seed): room / f"{generator}-{seed}.csv" for generator, seed in problems}
     left = [problem for problem, file in files.items() if not file.exists()]
-    tasks = [(name, seed, dealt(changes, at_once, np.random.default_rng(seed))) for name, seed in left]
+    tasks = []
+    for name, seed in left:
+        rng = np.random.default_rng(seed)
+        tasks.append((name, seed, [group for company in companies for group in dealt(*company, rng)]))
     with Pool(processes) as pool:
         for number, rows in enumerate(pool.imap_unordered(_lost, tasks), len(problems) - len(left) + 1):
             file = files[rows[0]["generator"], rows[0]["seed"]]
@@ -118,8 +137,11 @@ def _searched(
     return pd.concat([pd.read_csv(file) for file in files.values()], ignore_index=True)
 
 
-def _row(variant: Variant, problems: int, *, alone: bool, added: FloatArray, errors: FloatArray) -> dict[str, Any]:
-    told = {"what": variant.name, "change": variant.change, "problems": problems, "alone": alone}
+def _row(
+    variant: Variant, at_once: FloatArray, *, alone: bool, added: FloatArray, errors: FloatArray
+) -> dict[str, Any]:
+    told = {"what": variant.name, "change": variant.change, "problems": len(at_once), "alone": alone}
+    told["at once"] = at_once.mean()
     for name, effect, error in zip(LOST, added, errors, strict=True):
         told |= {name: effect, f"{name}, give or take": error}
     return told
@@ -132,7 +154,7 @@ def table_of(rows: pd.DataFrame, *, alone: bool) -> list[dict[str, Any]]:
     made = np.array([[float(place in group) for place in places] for group in groups])
     added, errors = effects(made, rows[list(LOST)].to_numpy(dtype=float))
     return [
-        _row(all_variants()[place], int(column.sum()), alone=alone, added=one, errors=error)
+        _row(all_variants()[place], made.sum(axis=1)[column > 0], alone=alone, added=one, errors=error)
         for place, column, one, error in zip(places, made.T, added, errors, strict=True)
     ]
 
@@ -179,14 +201,12 @@ def main(arguments: list[str] | None = None) -> None:
     pilot = [(name, seed) for name, found in drawn.items() for seed in found[: chosen.pilot]]
     # of all generators in turn, so that a run that was broken off has seen each
     further = [(name, found[chosen.pilot + i]) for i in range(chosen.problems) for name, found in drawn.items()]
-    alone = _searched(pilot, changes, 1, chosen.processes, chosen.kept)
-    lost = alone.groupby(alone.changes.astype(int))["regret more"].mean()
-    ruinous = set(lost.index[lost > RUINOUS].tolist())
-    in_company = [place for place in changes if place not in ruinous]
-    rows = _searched(further, in_company, chosen.at_once, chosen.processes, chosen.kept)
-    apart = alone[alone.changes.astype(int).isin(list(ruinous))]
+    alone = _searched(pilot, [(changes, 1)], chosen.processes, chosen.kept)
+    ruinous, companies = parted(alone, chosen.at_once)
+    rows = _searched(further, companies, chosen.processes, chosen.kept)
+    apart = alone[alone.changes.astype(int).isin(ruinous)]
     table = [*table_of(rows, alone=False), *(table_of(apart, alone=True) if len(apart) else [])]
-    told = pd.DataFrame(table).assign(at_once=chosen.at_once, first_seed=chosen.first_seed)
+    told = pd.DataFrame(table).assign(first_seed=chosen.first_seed)
     told.round(6).to_csv(chosen.out / "search_screening.csv", index=False)
     print(told.round(4).to_string(index=False))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.search import screening
 from benchmarks.search.ablation import Variant, all_variants, policies_of
 from benchmarks.search.judge import GENERATORS
-from benchmarks.search.screening import dealt, effects, fingerprint
+from benchmarks.search.screening import dealt, effects, fingerprint, parted
 from splittune import search
 from splittune.search.policies.confidence import UpperConfidenceBound
 from splittune.search.policies.proposer import POLICIES
@@ -37,6 +37,17 @@ def test_the_same_groups_are_dealt_again() -> None:
     changes = range(1, 60)
     one, same, other = (dealt(changes, 8, np.random.default_rng(seed)) for seed in (3, 3, 4))
     assert one == same != other
+
+
+def test_what_moves_a_search_has_less_company_than_what_does_not() -> None:
+    """Of four changes on two problems one ruins, on average, one costs a trial in one of them, and two do nothing."""
+    lost = {"regret more": 0.0, "trials more": 0.0, "later OOMs more": 0.0}
+    rows = [lost | {"changes": str(place), "seed": seed} for seed in (1, 2) for place in (1, 2, 3, 4)]
+    alone = pd.DataFrame(rows)
+    alone.loc[(alone.changes == "2") & (alone.seed == 1), "regret more"] = 0.05
+    alone.loc[(alone.changes == "4") & (alone.seed == 2), "trials more"] = 1.0
+    assert parted(alone, 32) == ([2], [([1, 3], 32), ([4], 4)])
+    assert parted(alone, 2)[1][1] == ([4], 1)
 
 
 def test_policies_are_changed_and_left_out_together() -> None:
@@ -79,7 +90,7 @@ def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What ruins searches alone gets no company; a second run searches nothing again."""
-    asked = ["--problems", "2", "--pilot", "1", "--at-once", "2", "--generators", "lines", "--first-seed", "3"]
+    asked = ["--problems", "2", "--pilot", "1", "--at-once", "8", "--generators", "lines", "--first-seed", "3"]
     asked += ["--only", "SmallestLeft", "curves.KNEE_GAIN", "UpperConfidenceBound(oom_price=0.7).oom_price"]
     asked += ["--kept", str(tmp_path / "kept"), "--out", str(tmp_path)]
     screening.main(asked)
@@ -89,6 +100,7 @@ def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
     assert table.alone.any()
     assert table.problems[~table.alone].eq(2).all()
     assert table.problems[table.alone].eq(1).all()
+    assert table["at once"][table.alone].eq(1).all()
     assert (table["regret more"][table.alone] > screening.RUINOUS).all()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     assert len(before) == 1 + 1 + 2  # the table, and each problem of the pilot and after it
@@ -110,11 +122,11 @@ def test_problems_of_some_kinds_are_screened_alone(tmp_path: Path) -> None:
 
 def test_what_another_search_lost_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a line of the search has changed, or other changes are asked for, their searches are others."""
-    asked = [fingerprint([1, 2], 4), fingerprint([1, 3], 4), fingerprint([1, 2], 5)]
-    assert fingerprint([1, 2], 4) == asked[0]
+    asked = [fingerprint([([1, 2], 4)]), fingerprint([([1, 3], 4)]), fingerprint([([1, 2], 5)])]
+    assert fingerprint([([1, 2], 4)]) == asked[0]
     (tmp_path / "search.py").write_text("MIN_TRIALS = 7")
     monkeypatch.setattr(search, "__file__", str(tmp_path / "search.py"))
-    assert len({*asked, fingerprint([1, 2], 4)}) == 4
+    assert len({*asked, fingerprint([([1, 2], 4)])}) == 4
 
 
 @pytest.mark.parametrize(
