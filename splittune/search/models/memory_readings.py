@@ -81,6 +81,8 @@ class MemoryReadings:
     """As `_readings`."""
     _groups: dict[int, list[tuple[int, ...]]] = field(default_factory=dict, repr=False)
     """By number of runs."""
+    _gpu0_bounds: dict[tuple[int, ...], bool] = field(default_factory=dict, repr=False)
+    """By number of runs and replicas: whether GPU 0 held no less than they did."""
 
     def budget_bytes(self) -> FloatArray:
         """(n,) bytes each device has for this job: its total less the most that others held."""
@@ -128,14 +130,17 @@ class MemoryReadings:
 
         A step that accumulates holds one more copy of the gradients. They are as large as the
         parameters, which every peak holds: so until both kinds of step were read one that accumulates
-        takes at most twice as much.
+        takes at most twice as much. What GPU 0 took counts for replicas, too, see `_no_emptier`.
         """
         at_most, at_least = [], []
         rests: dict[bool, list[float]] = {True: [], False: []}
+        for device in self._no_emptier(devices):
+            for reading in self.readings(device):
+                peak, is_same = float(reading.peak_bytes), reading.accumulates == accumulates
+                more = peak if accumulates and not is_same else 0.0
+                at_most.append((*_counted(reading.size, devices), (peak + more) * (1 + REPEATABILITY)))
         for reading in (reading for device in devices for reading in self.readings(device)):
             peak, is_same = float(reading.peak_bytes), reading.accumulates == accumulates
-            more = peak if accumulates and not is_same else 0.0
-            at_most.append((*reading.size, (peak + more) * (1 + REPEATABILITY)))
             if is_same or accumulates:
                 at_least.append((*reading.size, peak * (1 - REPEATABILITY)))
             if reading.resting_bytes is not None:
@@ -150,6 +155,29 @@ class MemoryReadings:
             # what they held when another lacked memory
             at_least += [(*size_of(i, split), float(memory[i].peak_allocated_bytes)) for i in held]
         return at_most, at_least, min(rests[True] or rests[False], default=None)
+
+    def _no_emptier(self, devices: Sequence[int]) -> list[int]:
+        """These devices, and those that hold no less with as many samples: for replicas GPU 0, on a card as large.
+
+        It holds what they do, and the optimizer's state and the outputs beside; and so it was at every equal share, one
+        at least. Worked: GPU 0 ran with 3 samples, though it kept too little free. So a replica can run with 3,
+        whatever it held with 2.
+        """
+        key = len(self.runs), *devices
+        if key not in self._gpu0_bounds:
+            self._gpu0_bounds[key] = 0 not in devices and self._is_gpu0_fuller(devices)
+        return [*devices, 0] if self._gpu0_bounds[key] else list(devices)
+
+    def _is_gpu0_fuller(self, replicas: Sequence[int]) -> bool:
+        totals = [memory.total_bytes for memory in self.runs[0].memory]
+        more = [
+            gpu0.peak_bytes - reading.peak_bytes
+            for gpu0 in self.readings(0)
+            for device in replicas
+            for reading in self.readings(device)
+            if (gpu0.size[0], gpu0.accumulates) == (reading.size[0], reading.accumulates)
+        ]
+        return totals[0] == totals[replicas[0]] and min(more, default=-1) >= 0
 
     def saved(self, devices: Sequence[int]) -> list[tuple[float, float, float, float]]:
         """The size, what its forward left for the backward and what rested, of each trial of `devices` that tells.
@@ -258,13 +286,14 @@ class MemoryReadings:
         return np.asarray(np.where((held[:, None, :2] <= sizes).all(axis=2), held[:, 2:], 0.0).max(axis=0, initial=0.0))
 
     def held_more(self, device: int, sizes: FloatArray, *, accumulates: bool) -> BoolArray:
-        """(N,) whether a trial of the device, or of one `alike`, demanded no less than `sizes`, (N, 2).
+        """(N,) whether a trial of the device, or of one `alike` or no emptier, demanded no less than `sizes`, (N, 2).
 
         Beyond such sizes nothing is unseen. Trials that accumulate tell of those that do not, too: they hold more.
         """
+        alike = self.alike(device)
         ran = [
-            size_of(one, run.split)
-            for one in self.alike(device)
+            _counted(size_of(one, run.split), alike)
+            for one in self._no_emptier(alike)
             for run in self.runs
             if (run.split.accumulation_steps > 1) >= accumulates
         ]
@@ -286,6 +315,11 @@ class MemoryReadings:
         ).reshape(-1, 3)
         self._held[key] = np.unique(rows, axis=0)
         return self._held[key]
+
+
+def _counted(size: Size, devices: Sequence[int]) -> Size:
+    """What of a size counts for these devices: the micro-batch on GPU 0 alone."""
+    return size if 0 in devices else (size[0], 0.0)
 
 
 def size_of(device: int, split: BatchSplit) -> Size:

@@ -150,11 +150,36 @@ def test_what_another_held_before_a_failure_bounds_it_from_below() -> None:
 
 
 def test_a_step_that_accumulates_needs_no_less_and_at_most_twice_as_much() -> None:
-    """Of single steps alone: gradients that are held are as large as parameters, which every peak holds."""
+    """Of single steps alone: gradients that are held are as large as parameters, which every peak holds. GPU 0, which
+    held more, needs more."""
     at_most, at_least, rest = peaks(ran(even(B, 1, 2), 100, 80)).points((1,), True)
-    assert at_most == [(16.0, 0.0, pytest.approx(160 * MIB * (1 + REPEATABILITY)))]
+    assert at_most == [(16.0, 0.0, pytest.approx(2 * held * MIB * (1 + REPEATABILITY))) for held in (80, 100)]
     assert at_least == [(16.0, 0.0, pytest.approx(80 * MIB * (1 - REPEATABILITY)))]
     assert rest is None
+
+
+def test_gpu0_bounds_a_replica_that_held_no_more_with_as_many_samples() -> None:
+    """With 4 samples each GPU 0 held 90 MiB and the replica 80. Then GPU 0 held 190 with 12: so does a replica at most,
+    and of that nothing is unseen."""
+    seen = peaks(ran(even(B, 4, 2), 90, 80), ran(split(B, 2, 12, 4), 190, 82))
+    assert (12.0, 0.0, pytest.approx(190 * MIB * (1 + REPEATABILITY))) in seen.points((1,), True)[0]
+    assert seen.held_more(1, np.array([[12.0, 0.0], [13.0, 0.0]]), accumulates=True).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("first", "replica"),
+    [
+        (even(B, 4, 2), memory(1, 95)),
+        (even(B, 4, 2), memory(1, 80, total_bytes=2000)),
+        (split(B, 4, 5, 3), memory(1, 80)),
+    ],
+    ids=["it held more", "another card", "never as many samples"],
+)
+def test_gpu0_bounds_no_other_replica(first: BatchSplit, replica: DeviceMemory) -> None:
+    """What it held beyond GPU 0 it may hold with more samples, too."""
+    seen = peaks(ran(first, 90, replica), ran(split(B, 2, 12, 4), 190, replica))
+    assert max(share for share, *_ in seen.points((1,), True)[0]) <= 4
+    assert not seen.held_more(1, np.array([[12.0, 0.0]]), accumulates=True).any()
 
 
 def test_what_rests_is_less_without_earlier_gradients() -> None:
