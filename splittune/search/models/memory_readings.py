@@ -134,15 +134,13 @@ class MemoryReadings:
         """
         at_most, at_least = [], []
         rests: dict[bool, list[float]] = {True: [], False: []}
-        for device in self._no_emptier(devices):
-            for reading in self.readings(device):
-                peak, is_same = float(reading.peak_bytes), reading.accumulates == accumulates
-                more = peak if accumulates and not is_same else 0.0
-                at_most.append((*_counted(reading.size, devices), (peak + more) * (1 + REPEATABILITY)))
+        for reading in (reading for device in self._no_emptier(devices) for reading in self.readings(device)):
+            more = reading.peak_bytes if accumulates and not reading.accumulates else 0
+            at_most.append((*_counted(reading.size, devices), (reading.peak_bytes + more) * (1 + REPEATABILITY)))
         for reading in (reading for device in devices for reading in self.readings(device)):
-            peak, is_same = float(reading.peak_bytes), reading.accumulates == accumulates
+            is_same = reading.accumulates == accumulates
             if is_same or accumulates:
-                at_least.append((*reading.size, peak * (1 - REPEATABILITY)))
+                at_least.append((*reading.size, reading.peak_bytes * (1 - REPEATABILITY)))
             if reading.resting_bytes is not None:
                 gradients = min(self.gradient_bytes(devices), RESTING_FRACTION * reading.resting_bytes)
                 # without earlier gradients parameters still rest on GPU 0, and nothing does on a replica
