@@ -1,6 +1,6 @@
 """How close the search comes on problems written apart from it, with what other tools do beside it.
 
-    python -m benchmarks.search [--problems 500] [--peers 100] [--first-seed 590000] [--only physics] [--out DIR]
+    python -m benchmarks.search [--problems 500] [--peers 100] [--first-seed 610000] [--only physics] [--out DIR]
 
 Every generator gives problems whose best split is known exactly (`problem`). The search sees each
 twice: with all readings, and with none of the optional ones, of these the first `--blind`; Optuna's
