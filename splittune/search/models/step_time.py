@@ -176,16 +176,17 @@ class TimeModel:
         takes 2 ms for 1 to 2 samples, and 8 ms for 13; a device that had 2 takes 4 ms for 13, by a factor
         of 2 more or less. Without busy times every share that a device had counts as its own.
 
-        Nothing tells the speed of a device that had none, where no other with as much memory had any either: its single
-        sample is in as much doubt as another share of a device that had only one.
+        Nothing tells the speed of a device that had none: its single sample is in as much doubt as another share of a
+        device that had only one. In half as much, where another with as much memory had a share: cards of one model
+        have as much, but not all that have are of one.
         """
         worked, totals = self._trials.busy_s > 0 if self.tells_busy else True, np.array(self._trials.totals)
         largest = np.where(worked, self._trials.shards, 0.0).max(axis=0)
-        known, own = np.isin(totals, totals[largest > 0]) | (not self.tells_busy), np.maximum(largest, 1.0)
+        own, has_kin = np.maximum(largest, 1.0), np.isin(totals, totals[largest > 0])
         doubt = np.zeros(len(shards))
         for device, curve in enumerate(hypothesis.curves):
-            if not known[device]:
-                doubt[which == device] = DOUBT_OF_ONE_SHARE
+            if self.tells_busy and not largest[device]:
+                doubt[which == device] = DOUBT_OF_ONE_SHARE / (2 if has_kin[device] else 1)
                 continue
             least_s, own_s = curve(np.array([1.0, own[device]]))
             rows = (which == device) & (shards[:, device] > own[device])

@@ -150,8 +150,10 @@ def test_a_card_that_never_worked_is_hoped_to_be_like_its_kind() -> None:
     assert model.curves[3] is model.curves[0]
 
 
-def test_a_card_that_never_worked_is_in_doubt_unless_one_of_its_memory_did() -> None:
-    """GPU 0 of another memory had no share yet: its single sample may take half or twice what the others' does."""
+def test_a_card_that_never_worked_is_in_doubt() -> None:
+    """GPU 0 had no share yet: its single sample may take half or twice what the others' does if it has another memory,
+    and a fifth more or less if it has as much.
+    """
 
     def doubt_of_gpu0(total: int) -> float:
         memories = [card_memory(is_first=i == 0, total=10**6 if i else total) for i in range(2)]
@@ -159,7 +161,7 @@ def test_a_card_that_never_worked_is_in_doubt_unless_one_of_its_memory_did() -> 
         model = model_of(problem, [split(B, 64, 0, 1), split(B, 32, 0, 2)])
         return float(doubts(model, split(B, 64, 1, 0))[0])
 
-    assert doubt_of_gpu0(10**6) < 0.1
+    assert 0.2 < doubt_of_gpu0(10**6) < 0.3
     assert 0.4 < doubt_of_gpu0(10**7) < 0.5
 
 
