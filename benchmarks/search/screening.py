@@ -42,7 +42,7 @@ RUINOUS = 0.02
 RARE = 20
 # What moved a search of the pilot has so many times less company. A choice: with 32 of all together 6 % of 1,623
 # searches lost over a fifth, beside which nothing else could be told.
-LESS_COMPANY = 8
+LESS_COMPANY = 4
 KEPT = Path("runs/screening")
 LOST = {"regret more": "regret", "trials more": "num_trials", "later OOMs more": "num_later_oom"}
 """What a change may cost, and where `judged` tells it."""

@@ -46,7 +46,7 @@ def test_what_moves_a_search_has_less_company_than_what_does_not() -> None:
     alone = pd.DataFrame(rows)
     alone.loc[(alone.changes == "2") & (alone.seed == 1), "regret more"] = 0.05
     alone.loc[(alone.changes == "4") & (alone.seed == 2), "trials more"] = 1.0
-    assert parted(alone, 32) == ([2], [([1, 3], 32), ([4], 4)])
+    assert parted(alone, 32) == ([2], [([1, 3], 32), ([4], 8)])
     assert parted(alone, 2)[1][1] == ([4], 1)
 
 
