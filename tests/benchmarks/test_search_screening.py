@@ -88,7 +88,7 @@ def test_as_many_changes_as_searches_leave_no_error_to_tell() -> None:
 
 def test_what_ruins_searches_is_left_out_of_what_tells_of_the_others() -> None:
     """400 searches had a third of twelve changes each, one of which ruins every other search: that is told of it, and
-    of the others a tenth of the error."""
+    of the others with less than a tenth of the error."""
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(400):
