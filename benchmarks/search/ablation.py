@@ -161,11 +161,12 @@ def _changed(told: object) -> Iterator[tuple[str, Any]]:
 
 
 def _modules() -> list[Any]:
-    """The modules of the search that hold its policies, models and candidates, and the last word."""
-    rooms = ("policies", "models", "candidates", "finalists")
+    """The modules of the search that hold its choices, policies, models and candidates, and the last word."""
+    rooms = ("choices", "policies", "models", "candidates", "finalists")
     found = pkgutil.walk_packages(search.__path__, f"{search.__name__}.")
     names = [info.name for info in found if info.name.split(".")[2] in rooms and not info.ispkg]
-    return [importlib.import_module(name) for name in names]
+    # what several share has the name of the module that has it
+    return [importlib.import_module(name) for name in sorted(names, key=lambda name: "choices" not in name)]
 
 
 def _patched(constant: str, told: object, value: object) -> Callable[[], Context[Any]]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from splittune.hardware.base import largest_readings
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.profiling.noise import relative_standard_error
+from splittune.search.choices import CONFIDENCE, LEAST_NOISE
 from splittune.search.judged_trials import JudgedTrial, rank
-from splittune.search.models.step_trials import LEAST_NOISE
 
 if TYPE_CHECKING:
     from splittune.split import BatchSplit
@@ -27,9 +27,6 @@ MOST_COLD = 0.2
 # What the time model says of a split that was measured is off by so much, relative. A choice: its trials tell of all
 # splits what a few steps of one do not. Smaller: measurements count less beside it; larger: noise decides more often.
 MODEL_ERROR = 0.01
-# Two splits are too close to call within so many standard errors of their difference. A choice, the
-# usual 95 %. Larger: more splits are measured twice, and headroom decides more often.
-TOO_CLOSE = 2.0
 # Of those, one that lacks at most this part of the speed wins if it has more headroom, or is even and the baseline. A
 # choice: nobody sees a thousandth, and everybody understands even shares.
 PRICE = 0.001
@@ -90,7 +87,7 @@ class Estimates:
         """Those that cannot be told from the fastest, in the order given."""
         fastest, error = min((self.of(m.split) for m in measurements), default=(0.0, 0.0))
         own = [self.of(m.split) for m in measurements]
-        is_close = [log_s - fastest <= TOO_CLOSE * hypot(error, other) for log_s, other in own]
+        is_close = [log_s - fastest <= CONFIDENCE * hypot(error, other) for log_s, other in own]
         return [m for m, close in zip(measurements, is_close, strict=True) if close]
 
     def within(self, part: float, measurements: Sequence[Measurement]) -> list[Measurement]:

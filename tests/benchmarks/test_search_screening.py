@@ -112,12 +112,12 @@ def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
 ) -> None:
     """What ruins searches alone gets no company; a second run searches nothing again."""
     asked = ["--problems", "2", "--pilot", "1", "--at-once", "8", "--generators", "lines", "--first-seed", "3"]
-    asked += ["--only", "SmallestLeft", "curves.KNEE_GAIN", "UpperConfidenceBound(oom_price=0.7).oom_price"]
+    asked += ["--only", "SmallestLeft", "choices.BELIEVED", "UpperConfidenceBound(oom_price=0.7).oom_price"]
     asked += ["--kept", str(tmp_path / "kept"), "--out", str(tmp_path)]
     screening.main(asked)
     assert "2 of 2 problems" in capfd.readouterr().out
     table = pd.read_csv(tmp_path / "search_screening.csv")
-    assert {"SmallestLeft", "curves.KNEE_GAIN", "UpperConfidenceBound(oom_price=0.7).oom_price"} <= set(table.what)
+    assert {"SmallestLeft", "choices.BELIEVED", "UpperConfidenceBound(oom_price=0.7).oom_price"} <= set(table.what)
     assert table.alone.any()
     assert table.problems[~table.alone].eq(2).all()
     assert table.problems[table.alone].eq(1).all()
@@ -133,7 +133,7 @@ def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
 def test_problems_of_some_kinds_are_screened_alone(tmp_path: Path) -> None:
     """Those that have the words of `--kind`, and not those of `--leave-out`."""
     asked = ["--problems", "1", "--pilot", "1", "--at-once", "2", "--generators", "physics", "--first-seed", "3"]
-    asked += ["--only", "curves.KNEE_GAIN", "--kind", "knee", "--leave-out", "no busy times", "--out", str(tmp_path)]
+    asked += ["--only", "choices.BELIEVED", "--kind", "knee", "--leave-out", "no busy times", "--out", str(tmp_path)]
     screening.main([*asked, "--kept", str(tmp_path)])
     found = {int(path.stem.split("-")[1]) for path in tmp_path.rglob("physics-*.csv")}
     kinds = [GENERATORS["physics"](seed).kind for seed in found]

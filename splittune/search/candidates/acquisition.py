@@ -9,15 +9,13 @@ from scipy.special import ndtr
 
 from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.candidates.table import SplitTable
+from splittune.search.choices import LENGTHSCALE
 from splittune.search.models.memory import Interval
 from splittune.search.models.step_time import StepTimes
 
 # So much faster than predicted, in logarithms of time, shares e times as large as any measured may be: libraries choose
 # their kernels by size, and trials tell of no size beyond. A choice. Larger: more trials of larger shares.
 FASTER_BEYOND = 0.15
-# As far beyond, in logarithms of shares: 1.4 times as large. A choice: further, memory may jump as well, and of what
-# was held to surely fit more would run out of it.
-FURTHEST_BEYOND = 0.35
 LEAST_DEVIATION = 1e-9  # a deviation of none is no reason to divide by 0
 
 
@@ -44,8 +42,8 @@ class CandidateScores:
 
     @property
     def just_beyond(self) -> FloatArray:
-        """(N,) `StepTimes.beyond` where it is up to `FURTHEST_BEYOND`, else 0."""
-        return np.where(self.times.beyond <= FURTHEST_BEYOND, self.times.beyond, 0.0)
+        """(N,) `StepTimes.beyond` where it is up to `LENGTHSCALE`, else 0: further, memory may jump as well."""
+        return np.where(self.times.beyond <= LENGTHSCALE, self.times.beyond, 0.0)
 
     def upper_bound(self, deviations: float) -> FloatArray:
         """(N,) upper confidence bound: the gain if each split is so many `deviations` faster than predicted.

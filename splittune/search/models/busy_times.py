@@ -7,17 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from splittune.search.arrays import FloatArray
+from splittune.search.choices import PENALTY, SIGNIFICANT, TOLERANCE
 from splittune.search.models.curves import Curve, Tile, fit_curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.least_squares import non_negative
-from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
-from splittune.search.models.weighing import TILE_PENALTY, Weighed, sizes_of_tiles, weigh
+from splittune.search.models.step_trials import StepTrials
+from splittune.search.models.weighing import Weighed, sizes_of_tiles, weigh
 
-# Busy times at equal shares differ by less than this, and noise, between devices of one speed. A
-# choice. Larger, and unlike devices share a curve; smaller, and each is learned alone.
-BUSY_TOLERANCE = 0.02
-# GPU 0's part of the micro-batch must vary by this much to tell what grows with which. A choice.
-LEAST_VARIATION = 0.02
 # A divisor in place of 0 seconds.
 LEAST_SECONDS = 1e-12
 
@@ -58,7 +54,7 @@ class BusyTimes:
         tiled = [self._curves_of_busy_devices(busy_s, size) for size in sizes_of_tiles(self.trials)]
         for curves in tiled:
             if any(curve.tile.part > 0 for curve in curves):
-                weighed += of(curves, -TILE_PENALTY)
+                weighed += of(curves, -2 * PENALTY)
         return weighed
 
     def _gpu0_per_sample_s(self) -> float:
@@ -73,7 +69,7 @@ class BusyTimes:
         kin = [i for i, total in enumerate(trials.totals) if total == trials.totals[0]]
         sizes = trials.shards.sum(axis=1)
         parts = trials.shards[:, 0] / sizes
-        if trials.num_devices == 1 or (len(kin) == 1 and np.ptp(parts) < LEAST_VARIATION):
+        if trials.num_devices == 1 or (len(kin) == 1 and np.ptp(parts) < TOLERANCE):
             return 0.0
         shares, times = trials.shards[:, kin].ravel(), busy_s[:, kin].ravel()
         own = np.zeros_like(trials.shards[:, kin])
@@ -84,7 +80,7 @@ class BusyTimes:
         scaled = matrix[known] / times[known, None]
         _, _, per_sample_s = non_negative(scaled, np.ones(known.sum()))
         largest = float((per_sample_s * sizes / np.maximum(busy_s[:, 0], per_sample_s * sizes + LEAST_SECONDS)).max())
-        return float(per_sample_s) if largest > BUSY_TOLERANCE + SIGNIFICANT_DEVIATIONS * trials.noise else 0.0
+        return float(per_sample_s) if largest > TOLERANCE + SIGNIFICANT * trials.noise else 0.0
 
     def _curves_of_busy_devices(self, busy_s: FloatArray, size: int) -> tuple[Curve, ...]:
         """A curve for each device: one for all of a speed, a borrowed one before any share."""
@@ -110,7 +106,7 @@ class BusyTimes:
     def _same_speed_groups(self, busy_s: FloatArray) -> list[tuple[int, ...]]:
         """Devices of one memory that were as busy at equal shares; `busy_s` is (R, n)."""
         totals, shards = self.trials.totals, self.trials.shards
-        tolerance = BUSY_TOLERANCE + SIGNIFICANT_DEVIATIONS * self.trials.noise
+        tolerance = TOLERANCE + SIGNIFICANT * self.trials.noise
 
         def agreement(one: int, other: int) -> float:
             """The largest share with which both were as busy; 0 where they were not with any."""

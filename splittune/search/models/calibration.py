@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from splittune.search.choices import LEAST_NOISE, SIGNIFICANT
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.step_time import TimeModel
 
 # So many of the latest predictions count. A choice: earlier ones were made by models that knew
 # less. Larger, and a model that has learned is doubted for longer: a single miss by far costs so many trials.
 RECENT = 3
-# A deviation that was predicted smaller counts as this: nobody is after gains below it. A choice.
-LEAST_DEVIATION = 0.003
+# A deviation that was predicted smaller counts as this: what is less is noise.
+LEAST_DEVIATION = SIGNIFICANT * LEAST_NOISE
 
 
 class Calibration:

@@ -9,20 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittune.search.arrays import FloatArray
+from splittune.search.choices import BELIEVED, LEAST_NOISE, SIGNIFICANT
 from splittune.search.models.least_squares import non_negative
 
-# A knee is believed if it leaves less than this part of the straight line's squared errors. A
-# choice. Nearer to 1, noise bends lines; nearer to 0, real knees are missed.
-KNEE_GAIN = 0.5
 # Of a single measured share, this part of the time is taken for the launch floor: one point cannot
 # tell floor from slope. A choice. Higher, and larger shares look cheaper than they are.
 SINGLE_FLOOR = 0.6
 # A curve is well known from this many shares on: floor, slope and knee are three unknowns, so the
 # fourth share is the first that can contradict them. Higher, and tiles are weighed for longer.
 WELL_KNOWN = 4
-# Deviations from the form up to this count as none where the clock has less noise. A choice, twice
-# the noise that is assumed of a modelled clock. Higher, and small steps of a curve go unnoticed.
-LEAST_DEVIATION = 0.002
+# Deviations from the form up to this count as none where the clock has less noise.
+LEAST_DEVIATION = SIGNIFICANT * LEAST_NOISE
 # Relative standard deviation of a prediction at a share e times the only measured one, or 1/e of it:
 # of one share nobody knows what is floor and what is slope. A choice. Higher, and larger shares are
 # tried for what they may gain.
@@ -155,7 +152,7 @@ def fit_curve(works: Sequence[float] | FloatArray, times_s: Sequence[float] | Fl
     knees = np.concatenate([[0.0], _knees(measured, sizes)])
     floors, slopes, errors = _lines(measured, np.maximum(sizes, knees[:, None]))
     straight, best = errors[0], int(np.flatnonzero(errors <= errors.min() + EQUAL_ERRORS)[-1])
-    if errors[best] >= KNEE_GAIN * straight or straight <= len(sizes) * noise**2:
+    if errors[best] >= BELIEVED * straight or straight <= len(sizes) * noise**2:
         best = 0
     form = floors[best] + slopes[best] * np.maximum(sizes, knees[best])
     deviations = _deviations(measured, form, noise)

@@ -9,11 +9,11 @@ import numpy as np
 
 from splittune.profiling.measurement import Measurement
 from splittune.search.models.least_squares import non_negative
-from splittune.search.models.memory_readings import MemoryReadings, Reading
+from splittune.search.models.memory_readings import REPEATABILITY, MemoryReadings, Reading
 
 # A reading within this part of the smallest may be another phase's peak, which no size changes.
-# Twice the repeatability of a peak (`REPEATABILITY`). Larger, and slow growth is taken for none.
-FLAT = 0.004
+# Larger, and slow growth is taken for none.
+FLAT = 2 * REPEATABILITY
 
 # Places in `Size`.
 SHARE = 0

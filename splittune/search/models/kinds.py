@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from splittune.search.choices import MOST_UNLIKE, TOLERANCE
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.groups import grouped
 from splittune.search.models.step_trials import totals_of
@@ -14,13 +15,8 @@ from splittune.split import SplitSpace
 # Devices that nothing tells apart are measured one by one up to this many. A choice, less than half of
 # the default number of trials of a search: the rest is left for the splits themselves.
 MAX_KINDS = 8
-# A kind is by itself where its shares are more than this many times those of the others. A choice: most slower
-# devices that are used with it then take no longer. Larger: few batches allow it where every device must have
-# several samples.
-TIMES_OTHERS = 3
-# Devices that took as long alone, up to this part, are of one kind. A choice, above the noise of most
-# clocks. Larger, and slower devices hide among faster ones; smaller, and each device is learned alone.
-ALIKE = 0.04
+# Devices that took as long alone, up to this part, are of one kind: either may be off by `TOLERANCE`.
+ALIKE = 2 * TOLERANCE
 # A device whose largest share takes up to this part longer than a smaller one has told nothing of its speed: launches
 # took longest. A choice, five times the tolerance of busy times that count as equal.
 LEAST_GROWTH = 0.1
@@ -86,7 +82,7 @@ def is_longer_than_smaller(share: int, seconds: float, trials: Sequence[JudgedTr
 
 
 def kind_alone(shards: Sequence[int], kinds: Sequence[int]) -> int | None:
-    """The only kind with shares that count; None where several had."""
-    least = max(shards) / TIMES_OTHERS
+    """The only kind with shares over `MOST_UNLIKE` times those of the others; None where there is none."""
+    least = max(shards) / MOST_UNLIKE
     took_part = {kind for kind, shard in zip(kinds, shards, strict=True) if shard > least}
     return took_part.pop() if len(took_part) == 1 else None

@@ -9,6 +9,7 @@ import numpy as np
 
 from splittune.profiling.measurement import Outcome
 from splittune.search.arrays import FloatArray
+from splittune.search.choices import TOLERANCE
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
 from splittune.search.models.envelope import Envelope, Points, begins_above, steepest_from
@@ -22,17 +23,12 @@ from splittune.search.models.memory_readings import (
 from splittune.search.models.saved import MOST_AT_PEAK, Slopes, saved_slopes
 from splittune.split import BatchSplit
 
-# Slopes of two devices agree to this part: a sample makes the same tensors on each, but kernels take
-# other workspaces. A choice. Larger, and what one device taught bounds others less.
-SLOPE_TOLERANCE = 0.02
 # What is foretold is that much above what peaks most likely are: limits within it are partly kept. It is what readings
 # and the line through them may be off, `REPEATABILITY` each.
 SLACK = 2 * REPEATABILITY
 # A prediction that a trial exceeded raises later ones by this many times the error. A choice above 1:
 # what was once too low may be so by more at larger sizes.
 WIDENING = 1.5
-# A trial that ran out of memory raises the margin by no less than this. A choice.
-LEAST_WIDENING = 0.2
 # The margin is no more than this, and no less before a prediction was tested. A choice: growth that no trial has
 # shown is at most twice what is foretold, unless a device ran out of memory. Larger, and one surprise ends a search for
 # larger sizes; smaller, and more second trials run out of memory: algorithms take more than tensors do, which is seen
@@ -41,9 +37,6 @@ MOST_MARGIN = 1.0
 # A prediction that came true divides the margin by this. A choice: of 4 and 8 the one with which the fewest searches
 # ended far behind. Smaller: more trials on the way to large sizes.
 FADING = 8
-# A trial tests the model if a peak exceeds the largest so far by this part; no less than this part is taken for unseen.
-# A choice. Larger, and the margin settles later.
-REACH = 0.03
 # Peaks exceed what is foretold without a margin so often at first, as if that were one in so many trials. A
 # choice. More often, and fewer risks are taken; more trials, and what happens changes it less.
 FIRST_SURPRISES = 1
@@ -104,7 +97,7 @@ class MemoryModel:
     is the device's share, m the whole micro-batch (on GPU 0 alone, which gathers outputs). `Envelope`
     bounds such a peak from what was measured. Steps that accumulate are a case of their own, since
     gradients are held from one micro-batch to the next. Replicas that held the same at equal shares
-    are one; a sample takes as much on every device, to `SLOPE_TOLERANCE`.
+    are one; a sample takes as much on every device, to `TOLERANCE`.
 
     Worked: one trial that holds 6 GiB with 2 samples, 2 GiB of it at rest, bounds 4 samples by
     proportion: at most ``2 + 2 x (6 - 2) = 10`` GiB, and at least ``4 + 2 x (6 - 4) = 8``, for
@@ -217,7 +210,7 @@ class MemoryModel:
         held = live + overhead.most(live)
         unseen = held - self._readings.seen(device, sizes)
         unseen = np.where(self._readings.held_more(device, sizes, accumulates=accumulates), 0.0, unseen)
-        return held, live + overhead.after_flush(live), np.maximum(unseen, np.maximum(REACH * held, QUANTUM_BYTES))
+        return held, live + overhead.after_flush(live), np.maximum(unseen, np.maximum(TOLERANCE * held, QUANTUM_BYTES))
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -243,8 +236,8 @@ class MemoryModel:
                 most_rest = envelope.rest
                 self._envelopes |= {(device, accumulates): envelope for device in group}
                 own_least, own_most = envelope.slopes
-                most_slope = min(most_slope, own_most * (1 + SLOPE_TOLERANCE))
-                least_slope = min(max(least_slope, own_least * (1 - SLOPE_TOLERANCE)), most_slope)
+                most_slope = min(most_slope, own_most * (1 + TOLERANCE))
+                least_slope = min(max(least_slope, own_least * (1 - TOLERANCE)), most_slope)
         # a replica that never had a share borrows from the others; where none had, from GPU 0
         totals = [memory.total_bytes for memory in readings.runs[0].memory]
         known = [group[0] for group in groups] or [0]
@@ -330,7 +323,7 @@ class MemoryModel:
         enough = self._margin_enough_for(held, split, has_run=has_run)
         self._num_surprises += enough > 0
         if not has_run:
-            self.margin = max(min(self.margin + LEAST_WIDENING, MOST_MARGIN), WIDENING * enough)
+            self.margin = max(self.margin, WIDENING * enough)
         elif self.errors[-1] > REPEATABILITY:
             self.margin = max(self.margin, min(WIDENING * enough, MOST_MARGIN))
         elif self._is_larger(held):
@@ -348,4 +341,4 @@ class MemoryModel:
     def _is_larger(self, held: FloatArray) -> bool:
         """Whether a device held more than in any trial before, (n,), so that what was foretold of it was tested."""
         before = np.array([[m.peak_reserved_bytes for m in run.memory] for run in self._readings.runs]).max(axis=0)
-        return bool((held > (1 + REACH) * before).any())
+        return bool((held > (1 + TOLERANCE) * before).any())

@@ -9,6 +9,7 @@ import numpy as np
 
 from splittune.profiling.measurement import Measurement
 from splittune.search.arrays import BoolArray, FloatArray
+from splittune.search.choices import TOLERANCE
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.groups import grouped
 from splittune.split import BatchSplit
@@ -17,10 +18,6 @@ from splittune.units import MIB
 # Relative repeatability of a live-bytes peak; kernel workspaces change with the batch size. A
 # choice. Larger, and predicted intervals are wider; smaller, and readings contradict each other.
 REPEATABILITY = 0.002
-# Replicas with the same share are of one kind if their peaks differ by no more than this part. A
-# choice, five times the repeatability of a peak (`REPEATABILITY`). Larger, and a device's own
-# workspaces are put on others; smaller, and each device is learned alone, from fewer trials.
-PEAK_TOLERANCE = 0.01
 # Without a reading at rest this part of the smallest peak stands for it: parameters are at rest,
 # and their gradients, as large, come on top. Larger, and growth with the batch is taken for
 # smaller.
@@ -227,13 +224,13 @@ class MemoryReadings:
         return grouped(sorted(most, key=lambda i: -most[i]), self._agreement)
 
     def _agreement(self, one: int, other: int) -> int:
-        """The largest equal share of two replicas whose peaks were each time within `PEAK_TOLERANCE`; else 0."""
+        """The largest equal share of two replicas whose peaks were each time within `TOLERANCE`; else 0."""
         pairs = [
             (share, run.memory[one].batch_peak_bytes, run.memory[other].batch_peak_bytes)
             for run in self.runs
             if (share := run.split.shard_sizes[one]) == run.split.shard_sizes[other] > 0
         ]
-        agree = all(abs(a - b) <= PEAK_TOLERANCE * max(a, b) for _, a, b in pairs)
+        agree = all(abs(a - b) <= TOLERANCE * max(a, b) for _, a, b in pairs)
         return max((share for share, *_ in pairs), default=0) if agree else 0
 
     def alike(self, device: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittune.search.arrays import FloatArray
+from splittune.search.choices import LENGTHSCALE, MOST_UNLIKE, SIGNIFICANT, TOLERANCE
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
 from splittune.search.models.curves import DOUBT_OF_ONE_SHARE, Curve
@@ -16,28 +17,15 @@ from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis, StepCounts
 from splittune.search.models.hypothesis_fit import fit_hypotheses
 from splittune.search.models.kinds import LEAST_GROWTH
-from splittune.search.models.step_trials import SIGNIFICANT_DEVIATIONS, StepTrials
+from splittune.search.models.step_trials import StepTrials
 
-# Relative standard deviation of the residuals before trials say more. A choice. Larger, and splits
-# far from the trials stay in doubt for longer.
-PRIOR_SIGNAL_STD = 0.02
-# The same where busy times are unknown, and more of a step must be guessed. A choice.
+# Relative standard deviation of the residuals before trials say more, where busy times are unknown and more of a step
+# must be guessed; else it is `TOLERANCE`. A choice. Larger, and splits far from the trials stay in doubt for longer.
 BLIND_SIGNAL_STD = 0.06
-# The same where devices beside GPU 0 are of unlike kinds, and without busy times nobody knows how much
-# they differ in speed. A choice.
-UNLIKE_SIGNAL_STD = 0.1
-# Lengthscale of the residuals' kernel, in logarithms of sizes: a correlation of 0.6 is left at
-# sizes 1.4 times as large. A choice. Larger, and a residual is carried further.
-LENGTHSCALE = 0.35
 # Variance that is added to that of the noise, so that the covariance can be inverted.
 JITTER = 1e-8
 # For so many hypotheses the best split is solved. A choice: each is one more set of candidates.
 MAX_HYPOTHESES = 4
-# If they are believed this much beside the likeliest. A choice.
-WORTH_BELIEVING = 0.15
-# A share that takes no longer than the slowest device's at this ratio of speeds is taken not to
-# matter. A choice.
-LARGEST_RATIO = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +74,7 @@ class TimeModel:
         self._weights = np.array([hypothesis.weight for hypothesis in self._hypotheses])
         self._residuals = self._trials.log_step_s - self._evaluate(self._trials.steps, self._trials.shards).log_s
         self._groups = self._interchangeable_groups()
-        prior = PRIOR_SIGNAL_STD if self.tells_busy else BLIND_SIGNAL_STD
-        prior = prior if len(self._groups) < 2 else UNLIKE_SIGNAL_STD
-        self._signal_std = max(prior, self.residual_rms)
+        self._signal_std = max(TOLERANCE if self.tells_busy else BLIND_SIGNAL_STD, self.residual_rms)
         self._points = _features(self._trials.shards, self._groups)
         covariance = self._signal_std**2 * _rbf_kernel(self._points, self._points)
         covariance += (self.noise**2 + JITTER) * np.eye(len(self._points))
@@ -117,7 +103,7 @@ class TimeModel:
             which, _ = hypothesis.slowest(self._trials.shards)
             residual = residual + weight * hypothesis.of_slowest(self._trials.shards, which, Curve.deviation)
         off = float(np.sqrt((residual**2).mean()))
-        if off <= max(POOR_FIT, SIGNIFICANT_DEVIATIONS * self.noise):
+        if off <= max(POOR_FIT, SIGNIFICANT * self.noise):
             return ()
         text = f"The time model did not fit: its form leaves {off:.0%} of the step times unexplained, so splits were "
         return (f"{text}compared by what was measured near them.",)
@@ -130,9 +116,7 @@ class TimeModel:
     @property
     def likely_hypotheses(self) -> list[Hypothesis]:
         """Up to `MAX_HYPOTHESES`, likeliest first."""
-        likeliest = sorted(self._hypotheses, key=lambda hypothesis: -hypothesis.weight)[:MAX_HYPOTHESES]
-        least = WORTH_BELIEVING * likeliest[0].weight
-        return [hypothesis for hypothesis in likeliest if hypothesis.weight >= least]
+        return sorted(self._hypotheses, key=lambda hypothesis: -hypothesis.weight)[:MAX_HYPOTHESES]
 
     def predict(self, steps: FloatArray, shards: FloatArray) -> StepTimes:
         """The posterior of N splits: `steps` (N,), `shards` (N, n)."""
@@ -216,14 +200,14 @@ class _Evaluation:
 def _features(shards: FloatArray, groups: Sequence[Sequence[int]]) -> FloatArray:
     """(N, 2 + groups) logarithms of the micro-batch, GPU 0's share and each group's largest share.
 
-    A share too small to matter at any ratio counts as the largest such share.
+    A share too small to matter, see `MOST_UNLIKE`, counts as the largest such share.
     """
-    least = shards.max(axis=1) / LARGEST_RATIO
+    least = shards.max(axis=1) / MOST_UNLIKE
     others = [np.log1p(np.maximum(shards[:, list(group)].max(axis=1), least)) for group in groups]
     return np.column_stack([np.log1p(shards.sum(axis=1)), np.log1p(np.maximum(shards[:, 0], least)), *others])
 
 
 def _rbf_kernel(some: FloatArray, others: FloatArray) -> FloatArray:
-    """(S, O) correlations of residuals: ``exp(-distance^2 / (2 LENGTHSCALE^2))``."""
+    """(S, O) correlations of residuals: ``exp(-distance^2 / (2 LENGTHSCALE^2))``, 0.6 at a distance of one."""
     squared = ((some[:, None, :] - others[None, :, :]) ** 2).sum(axis=2)
     return np.asarray(np.exp(-squared / (2 * LENGTHSCALE**2)))

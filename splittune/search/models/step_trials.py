@@ -10,14 +10,9 @@ import numpy as np
 from splittune.profiling.measurement import KINDS_OF_MICRO_STEP, Measurement
 from splittune.profiling.noise import relative_standard_error
 from splittune.search.arrays import FloatArray
+from splittune.search.choices import LEAST_NOISE
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.hypotheses import StepCounts
-
-# Relative noise of a clock that repeats exactly, as modelled ones do: a fit must weigh its errors
-# by something. A choice, well below any gain that is searched for.
-LEAST_NOISE = 0.001
-# A deviation of this many standard errors is no noise. The usual three.
-SIGNIFICANT_DEVIATIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from splittune.search.arrays import FloatArray
+from splittune.search.choices import BELIEVED
 from splittune.search.models.cost_fit import fit_costs
 from splittune.search.models.curves import Curve
 from splittune.search.models.hypotheses import Hypothesis
@@ -18,9 +19,6 @@ Weighed = tuple[float, Hypothesis]  # a log posterior, but for a constant, and i
 # Kernels may work on tiles of so many samples: powers of two, as tiles of matrix products are. A
 # choice; 2 was added while drawn problems were searched. Each size is one more hypothesis.
 TILES = (2, 4, 8, 16, 32)
-# What a hypothesis with tiles lacks in log prior: it must make the trials e^2 = 7 times as likely
-# to be believed as much as one without. A choice.
-TILE_PENALTY = 2.0
 # Hypotheses are compared as if the noise were at least this: none is exactly true, so small
 # residuals must not decide. A choice. Larger, and more hypotheses are averaged.
 MIXING_NOISE = 0.03
@@ -30,9 +28,8 @@ FREEDOM = 4.0
 # The host's seconds for each device are tried at these parts of the most that the trials allow. A
 # choice, denser near the most: there the host decides most steps.
 HOST_PARTS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
-# Waiting for the host is believed if it leaves less than this part of the squared errors. A choice.
-HOST_GAIN = 0.5
-# And if at least so many trials waited: that one took a little longer may be noise. A choice.
+# Waiting for the host is believed if at least so many trials waited: that one took a little longer may be noise. A
+# choice.
 WAITED = 2
 
 
@@ -57,9 +54,9 @@ def weigh(
     """The hypothesis of these curves, (n,), with the costs that fit them best, and its log posterior.
 
     By Student's distribution of R relative residuals r, in units s of noise and no less than `MIXING_NOISE`:
-    ``-(4 + R) / 2 log(1 + sum(r^2 / s^2) / 4)``. Worked: of 8 trials, each off by one unit, ``-6 log 3 = -6.6``; of two
-    that are each off by 10 or by 11 units the second is less likely by ``6 log(243 / 201) = 1.1``, and not by the 84
-    that normal residuals would make it.
+    ``-(4 + R) / 2 log(1 + sum(r^2 / s^2) / 4)``. Worked: of 8 trials, each off by one unit,
+    ``-6 log 3 = -6.6``; of two that are each off by 10 or by 11 units the second is less likely by
+    ``6 log(243 / 201) = 1.1``, and not by the 84 that normal residuals would make it.
 
     Args:
         trials: what was measured.
@@ -96,7 +93,7 @@ def _with_costs(trials: StepTrials, plain: Hypothesis, slowest_s: FloatArray, wi
     best, error = at(0.0)
     if not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
         return best
-    least = HOST_GAIN * error
+    least = BELIEVED * error
     for part in HOST_PARTS:
         host_s = part * plain.most_host_s_per_device
         if (host_s * trials.counts.active_devices > slowest_s).sum() < WAITED:

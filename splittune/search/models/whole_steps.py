@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 
 from splittune.search.arrays import FloatArray
-from splittune.search.models.curves import KNEE_GAIN, MOST_IN_TILES, NO_TILE, Tile, fit_curve
+from splittune.search.choices import BELIEVED, PENALTY
+from splittune.search.models.curves import MOST_IN_TILES, NO_TILE, Tile, fit_curve
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
 from splittune.search.models.least_squares import non_negative
 from splittune.search.models.step_trials import StepTrials
-from splittune.search.models.weighing import TILE_PENALTY, Weighed, likeliest, sizes_of_tiles, weigh
+from splittune.search.models.weighing import Weighed, likeliest, sizes_of_tiles, weigh
 
 # How many samples of one kind of device take as long as one of another: where the likeliest are sought. A choice,
 # evenly spaced in logarithms: the fastest cards in use have some ten times the speed of the slowest, and the ratios go
@@ -22,8 +23,6 @@ from splittune.search.models.weighing import TILE_PENALTY, Weighed, likeliest, s
 SPEED_RATIOS = tuple(np.geomspace(1 / 19, 19, 17))
 # Between the neighbours of the likeliest one it is then sought with so many tries. A choice: a thousandth is left.
 MOST_RATIOS = 16
-# What a ratio lacks in log prior, for its squared logarithm: devices mostly are alike. A choice.
-RATIO_PENALTY = 0.5
 # Steps of the chain of ratios, and of how many one is kept. A choice: with twice as many no more problems without busy
 # times were searched well, in half as much time again.
 NUM_STEPS, KEPT_OF = 300, 10
@@ -43,8 +42,6 @@ GPU0_PARTS = tuple(np.geomspace(0.03, 1.5, 6))
 # Beside each of them every kind's ratio is sought anew, at so many times the likeliest without. A choice: what seemed
 # slow may be GPU 0's own work, and up to three times as fast.
 RATIO_CHANGES = tuple(np.geomspace(1 / 3, 3, 9))
-# What a hypothesis with such work lacks in log prior. A choice: it has one coefficient more.
-GPU0_PENALTY = 1.0
 # What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: the likeliest
 # is where ratios are sought from, so denser parts save few tries.
 FLOORS = tuple(np.linspace(0.0, 0.9, 10))
@@ -179,15 +176,15 @@ class WholeSteps:
 
     @staticmethod
     def _log_prior(ratios: FloatArray) -> float:
-        """Of ratios, (n,): each that differs counts once, by `RATIO_PENALTY`."""
-        return -RATIO_PENALTY * sum(float(np.log(ratio)) ** 2 for ratio in set(ratios.tolist()))
+        """Of ratios, (n,), one of each size: their logarithms are standard normal, for devices mostly are alike."""
+        return -sum(float(np.log(ratio)) ** 2 for ratio in set(ratios.tolist())) / 2
 
     def _at(self, ratios: FloatArray, gpu0_part: float = 0.0, tile: Tile = NO_TILE) -> Weighed:
         """With a single curve for all, at these ratios, (n,), so much of `GPU0_PARTS`, and this tile.
 
         The curve is of what further devices leave of a micro-step.
         """
-        prior = self._log_prior(ratios) - GPU0_PENALTY * (gpu0_part > 0) - TILE_PENALTY * (tile.part > 0)
+        prior = self._log_prior(ratios) - PENALTY * (gpu0_part > 0) - 2 * PENALTY * (tile.part > 0)
         trials = self.trials
         scaled = tile.filled(trials.shards) * ratios
         scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
@@ -221,7 +218,7 @@ class WholeSteps:
         if error > len(shares) * self.trials.noise**2:
             quantiles = np.interp(KNEES, np.linspace(0.0, 1.0, len(shares)), np.sort(shares))
             bent = [told(knee) for knee in sorted(set(quantiles.tolist())) if knee < shares.max()]
-            each_s = min((pair for pair in bent if pair[0] < KNEE_GAIN * error), default=(error, each_s))[1]
+            each_s = min((pair for pair in bent if pair[0] < BELIEVED * error), default=(error, each_s))[1]
         return np.asarray(np.minimum(each_s * further, MOST_OVERHEAD * micro_s))
 
     def _kinds_and_the_rest(self) -> list[NDArray[np.bool_]]:

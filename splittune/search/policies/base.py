@@ -31,10 +31,6 @@ from splittune.split import BatchSplit, SplitSpace
 # more trials to reach a large batch.
 MAX_GROWTH = 16
 
-# Predictions that were off by more deviations than this, on the root mean square, are not believed. A
-# choice: the usual three.
-MOST_DOUBT = 3.0
-
 # So many of the fastest splits that fit have their neighbours among the candidates. A choice: of splits that are
 # nearly as fast noise says which is the best, and the best may have no neighbours. More: each proposal takes longer.
 NUM_NEAR = 4

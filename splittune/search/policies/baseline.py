@@ -9,13 +9,10 @@ import numpy as np
 
 from splittune.search.arrays import BoolArray
 from splittune.search.candidates.table import SplitTable, open_rows
+from splittune.search.choices import CONFIDENCE, LIKELY
 from splittune.search.judged_trials import JudgedTrial, known_infeasible
 from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit
-
-# How likely an even split must fit where trials do not tell what is held at rest. A choice: what
-# chances say where the most that is foretold nearly fits. Smaller: larger strides, more of which run out of memory.
-BLIND_CHANCE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +31,11 @@ class FindBaseline:
     case. A choice. Larger: fewer trials where fewer steps are hardly faster."""
 
     min_chance: float = 0.99
-    """How likely it must keep its headroom; `BLIND_CHANCE` where trials do not tell what is held at rest. A choice.
+    """How likely it must keep its headroom; `LIKELY` where trials do not tell what is held at rest. A choice.
     Smaller: larger strides, and more of them run out of memory."""
 
-    deviations: float = 1.65
-    """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %."""
+    deviations: float = CONFIDENCE
+    """The optimism: faster than predicted by this many standard deviations."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         if not state.any_ran:
@@ -54,7 +51,7 @@ class FindBaseline:
         """(N,) which even splits likely keep their headroom, see `min_chance`."""
         needed = state.memory.needed(evens.steps, evens.shards)
         chances = needed.chance_below(state.limits)
-        least = self.min_chance if state.memory.knows_rest else BLIND_CHANCE
+        least = self.min_chance if state.memory.knows_rest else LIKELY
         return np.asarray((chances >= least) & state.is_grown_slowly(evens))
 
     def _is_gain(self, wanted: SplitTable, state: SearchState) -> bool:

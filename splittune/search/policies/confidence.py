@@ -8,7 +8,8 @@ import numpy as np
 
 from splittune.search.arrays import FloatArray
 from splittune.search.candidates.acquisition import CandidateScores
-from splittune.search.policies.base import MOST_DOUBT, Proposal, SearchState
+from splittune.search.choices import CONFIDENCE, SIGNIFICANT
+from splittune.search.policies.base import Proposal, SearchState
 from splittune.units import format_bytes
 
 
@@ -18,7 +19,7 @@ class UpperConfidenceBound:
 
     A split that surely fits is worth what it gains if its prediction is off by as much as may be: the upper confidence
     bound. Where the latest predictions were off by more than their deviations, the bound is that much further away
-    (`Calibration`), and while they were off by more than `MOST_DOUBT`, splits that surely fit are measured whatever
+    (`Calibration`), and while they were off by more than `SIGNIFICANT`, splits that surely fit are measured whatever
     they promise: a search does not end on models that were wrong just now.
 
     A risk is worth the expected improvement times the probability of feasibility, less the probability of an OOM times
@@ -43,9 +44,8 @@ class UpperConfidenceBound:
     blind_oom_price: float = 0.1
     """The price where trials do not tell what is held at rest: running out of memory is then the only way to
     learn what fits, so it stays the same. A choice."""
-    deviations: float = 1.65
-    """The optimism: faster than predicted by this many standard deviations. A choice, the usual 95 %: slower does not
-    matter. Larger: more trials before the search ends."""
+    deviations: float = CONFIDENCE
+    """The optimism: faster than predicted by this many standard deviations."""
     is_last: bool = False
     """Whether it is asked after all others, before a search ends: then what cannot run out of memory, though it may
     keep too little headroom, is worth its upper confidence bound, too, times the probability to keep it. A choice:
@@ -75,7 +75,7 @@ class UpperConfidenceBound:
             num_oom = sum(trial.lacks_memory and not trial.ran for trial in state.trials[first_that_ran:])
             price = self.oom_price * (1 + num_oom)
         worth = self._worth(state, scores, fits * gain, price)
-        if state.doubt > MOST_DOUBT:
+        if state.doubt > SIGNIFICANT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)
         num_ran = sum(trial.ran for trial in state.trials)
         if worth.max() < self.min_gain and num_ran < self.min_trials:

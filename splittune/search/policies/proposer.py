@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from splittune.search.candidates.table import open_rows
+from splittune.search.choices import SIGNIFICANT
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.calibration import Calibration
 from splittune.search.models.memory import MemoryModel
-from splittune.search.policies.base import MOST_DOUBT, Policy, Proposal, SearchState, SpaceTables
+from splittune.search.policies.base import Policy, Proposal, SearchState, SpaceTables
 from splittune.search.policies.baseline import FindBaseline
 from splittune.search.policies.confidence import UpperConfidenceBound
 from splittune.search.policies.smallest_left import SmallestLeft
@@ -83,8 +84,8 @@ class Proposer:
         return any(trial.fits for trial in trials) and bool(open_rows(self._tables.listed, trials).any())
 
     def is_believed(self, trials: Sequence[JudgedTrial]) -> bool:
-        """Whether the latest trials were within `MOST_DOUBT` times the deviations foretold."""
-        return self.state(trials).doubt <= MOST_DOUBT
+        """Whether the latest trials were within `SIGNIFICANT` times the deviations foretold."""
+        return self.state(trials).doubt <= SIGNIFICANT
 
     def warnings(self, trials: Sequence[JudgedTrial]) -> tuple[str, ...]:
         """What the models could not explain, in sentences; empty where they fitted."""

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from splittune.search.candidates.table import micro_batches
-from splittune.search.models.kinds import ALIKE, TIMES_OTHERS, kind_alone, seconds_alone, separable_kinds
+from splittune.search.choices import LIKELY, MOST_UNLIKE
+from splittune.search.models.kinds import ALIKE, kind_alone, seconds_alone, separable_kinds
 from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit, SplitSpace, even_shards
 
 # Kinds that took as long alone are measured again once even splits hold so many times as large shares. A choice:
 # launches may have taken longest before. Smaller: more trials where devices are alike.
 MUCH_LARGER = 4
-# How likely all devices must keep their headroom. A choice: of 0.5 and 0.8 the one with fewer OOMs and as many answers.
-# Smaller: more of these trials run out of memory. Larger: fewer kinds are told apart where memory is short.
-LEAST_CHANCE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class TellApart:
             return None
         if kinds is None or len(set(kinds)) == 1:
             return None
-        least = max(1, TIMES_OTHERS * space.min_shard_size)
+        least = max(1, MOST_UNLIKE * space.min_shard_size)
         share = max(least, *(min(trial.split.shard_sizes) for trial in state.trials if trial.fits))
         for kind in sorted(set(kinds) - self._told(state, kinds, share)):
             split = self._alone(space, kinds, kind, share)
@@ -63,7 +61,7 @@ class TellApart:
             return False
         shards = np.array([split.shard_sizes], dtype=float)
         needed = state.memory.needed(np.array([float(split.accumulation_steps)]), shards)
-        return bool(needed.chance_below(state.limits)[0] >= LEAST_CHANCE)
+        return bool(needed.chance_below(state.limits)[0] >= LIKELY)
 
     @staticmethod
     def _alone(space: SplitSpace, kinds: Sequence[int], kind: int, share: int) -> BatchSplit | None:

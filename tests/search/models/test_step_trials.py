@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from splittune.profiling.measurement import Measurement, Outcome
+from splittune.search.choices import LEAST_NOISE
 from splittune.search.judged_trials import JudgedTrial
-from splittune.search.models.step_trials import LEAST_NOISE, StepTrials
+from splittune.search.models.step_trials import StepTrials
 from tests.search.problem import even, job, split, trials
 
 B = 64

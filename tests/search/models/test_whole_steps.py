@@ -169,15 +169,6 @@ def test_without_busy_times_what_was_not_tried_is_in_doubt() -> None:
     assert unknown > 2 * known
 
 
-def test_without_busy_times_unlike_kinds_of_as_much_memory_are_in_doubt() -> None:
-    """Where card 2 is of a kind of its own, what larger even shares take is less sure than where all are of one."""
-    problem = job(3, B=B, tells_busy=False, shares="each")
-    ran = trials(problem, [even(B, k, 3) for k in (16, 8, 4, 2)])
-    wanted = even(B, 1, 3)
-    alike, unlike = (doubts(TimeModel(ran, kinds=kinds), wanted)[0] for kinds in ((0, 0, 0), (0, 0, 2)))
-    assert unlike > 1.3 * alike
-
-
 def test_without_busy_times_two_slow_cards_may_explain_what_all_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of six cards 1 and 5 take 25 % longer, and one of them always had the 4 samples: that all are slow explains it as
     well. By the likeliest alone what gives both 3 is more than two deviations faster than predicted; by what is drawn

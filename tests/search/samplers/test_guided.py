@@ -312,5 +312,5 @@ def test_the_search_converges_before_its_budget_where_nothing_is_to_gain() -> No
 def test_a_search_whose_models_were_contradicted_has_not_converged(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends all the same, when nothing is expected to be faster, and says that its models disagreed."""
     problem = job(4, B=256)
-    monkeypatch.setattr("splittune.search.policies.proposer.MOST_DOUBT", 0.0)
+    monkeypatch.setattr("splittune.search.policies.proposer.SIGNIFICANT", 0.0)
     assert search(problem, max_trials=100).stopped == "models disagree"
