@@ -70,18 +70,18 @@ def test_every_policy_and_every_number_is_a_variant() -> None:
     assert [one.change for one in found].count("none") == 1
     left_out = [policies_of([one]) for one in found if one.change == "left out" and one.place is not None]
     assert [set(POLICIES) - set(own) for own in left_out] == [{policy} for policy in POLICIES]
-    assert {one.change for one in found if one.name == "memory.WIDENING"} == {"nothing", "halved", "doubled"}
+    assert {one.change for one in found if one.name == "memory.FADING"} == {"nothing", "halved", "doubled"}
     names = [(one.name, one.change) for one in found]
     assert len(set(names)) == len(names)
 
 
 def test_a_number_is_changed_for_a_search_alone() -> None:
     """Inside it holds, wherever it was imported; afterwards all is as before."""
-    before = memory.WIDENING
-    (doubled,) = [one for one in variants() if (one.name, one.change) == ("memory.WIDENING", "doubled")]
+    before = memory.FADING
+    (doubled,) = [one for one in variants() if (one.name, one.change) == ("memory.FADING", "doubled")]
     with doubled.patched():
-        assert 2 * before == memory.WIDENING
-    assert before == memory.WIDENING
+        assert 2 * before == memory.FADING
+    assert before == memory.FADING
 
 
 def test_a_part_of_a_model_is_left_out_for_a_search_alone() -> None:

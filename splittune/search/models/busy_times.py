@@ -25,7 +25,7 @@ class BusyTimes:
     trials: StepTrials
 
     def hypotheses(self) -> list[Weighed]:
-        """Curves without tiles and, while those are not well known, with tiles of each size.
+        """Curves without tiles and, where shares took what these do not explain, with tiles of each size.
 
         What GPU 0 works on the whole micro-batch, where there is such work, may be in its curve, or
         beside it: while the others work, or once they have finished, when all wait for it.
@@ -49,7 +49,7 @@ class BusyTimes:
 
         plain = self._curves_of_busy_devices(busy_s, size=1)
         weighed = of(plain)
-        if all(curve.is_well_known(self.trials.noise) for curve in plain):
+        if all(curve.has_form(self.trials.noise) for curve in plain):
             return weighed
         tiled = [self._curves_of_busy_devices(busy_s, size) for size in sizes_of_tiles(self.trials)]
         for curves in tiled:

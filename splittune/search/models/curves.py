@@ -15,9 +15,6 @@ from splittune.search.models.least_squares import non_negative
 # Of a single measured share, this part of the time is taken for the launch floor: one point cannot
 # tell floor from slope. A choice. Higher, and larger shares look cheaper than they are.
 SINGLE_FLOOR = 0.6
-# A curve is well known from this many shares on: floor, slope and knee are three unknowns, so the
-# fourth share is the first that can contradict them. Higher, and tiles are weighed for longer.
-WELL_KNOWN = 4
 # Deviations from the form up to this count as none where the clock has less noise.
 LEAST_DEVIATION = SIGNIFICANT * LEAST_NOISE
 # Relative standard deviation of a prediction at a share e times the only measured one, or 1/e of it:
@@ -104,9 +101,9 @@ class Curve:
         """Logarithm of curve over form, interpolated at `shares`."""
         return np.asarray(np.interp(np.log1p(self._work(shares)), np.log1p(self.works), self.deviations))
 
-    def is_well_known(self, noise: float) -> bool:
-        """Whether `WELL_KNOWN` works were measured and all lie on the form, up to noise."""
-        return len(self.works) >= WELL_KNOWN and float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
+    def has_form(self, noise: float) -> bool:
+        """Whether all that was measured lies on the form, up to noise."""
+        return float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
 
     def doubt(self, shares: FloatArray) -> FloatArray:
         """Relative standard deviation of each prediction.

@@ -26,9 +26,6 @@ from splittune.split import BatchSplit
 # What is foretold is that much above what peaks most likely are: limits within it are partly kept. It is what readings
 # and the line through them may be off, `REPEATABILITY` each.
 SLACK = 2 * REPEATABILITY
-# A prediction that a trial exceeded raises later ones by this many times the error. A choice above 1:
-# what was once too low may be so by more at larger sizes.
-WIDENING = 1.5
 # The margin is no more than this, and no less before a prediction was tested. A choice: growth that no trial has
 # shown is at most twice what is foretold, unless a device ran out of memory. Larger, and one surprise ends a search for
 # larger sizes; smaller, and more second trials run out of memory: algorithms take more than tensors do, which is seen
@@ -323,11 +320,11 @@ class MemoryModel:
         enough = self._margin_enough_for(held, split, has_run=has_run)
         self._num_surprises += enough > 0
         if not has_run:
-            self.margin = max(self.margin, WIDENING * enough)
+            self.margin = max(self.margin, enough)
         elif self.errors[-1] > REPEATABILITY:
-            self.margin = max(self.margin, min(WIDENING * enough, MOST_MARGIN))
+            self.margin = max(self.margin, min(enough, MOST_MARGIN))
         elif self._is_larger(held):
-            self.margin = max(self.margin / FADING, min(self.margin, WIDENING * enough))
+            self.margin = max(self.margin / FADING, min(self.margin, enough))
 
     def _margin_enough_for(self, held: FloatArray, split: BatchSplit, *, has_run: bool) -> float:
         """The margin with which no device would have exceeded its prediction by what it `held`, (n,)."""

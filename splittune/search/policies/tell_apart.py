@@ -9,13 +9,9 @@ import numpy as np
 
 from splittune.search.candidates.table import micro_batches
 from splittune.search.choices import LIKELY, MOST_UNLIKE
-from splittune.search.models.kinds import ALIKE, kind_alone, seconds_alone, separable_kinds
+from splittune.search.models.kinds import kind_alone, seconds_alone, separable_kinds
 from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit, SplitSpace, even_shards
-
-# Kinds that took as long alone are measured again once even splits hold so many times as large shares. A choice:
-# launches may have taken longest before. Smaller: more trials where devices are alike.
-MUCH_LARGER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +20,8 @@ class TellApart:
 
     A step takes as long as its slowest device, so without busy times splits over all devices show
     one kind alone, and shares cannot be balanced. Kinds are as `separable_kinds` tells them. Example: 3
-    devices that fit 8, 9 and 9 samples are measured with 8 on the first, on the second, and on the third;
-    where all took as long, once more when 32 fit. Devices that must have a share get the least.
+    devices that fit 8, 9 and 9 samples are measured with 8 on the first, on the second, and on the third.
+    Devices that must have a share get the least.
     """
 
     def propose(self, state: SearchState) -> Proposal | None:
@@ -36,23 +32,14 @@ class TellApart:
             return None
         least = max(1, MOST_UNLIKE * space.min_shard_size)
         share = max(least, *(min(trial.split.shard_sizes) for trial in state.trials if trial.fits))
-        for kind in sorted(set(kinds) - self._told(state, kinds, share)):
+        told = {kind for kind, times_s in seconds_alone(kinds, state.trials).items() if times_s}
+        for kind in sorted(set(kinds) - told):
             split = self._alone(space, kinds, kind, share)
             if split is None or split not in space or not self._may_run(state, split):
                 continue
             names = ", ".join(f"GPU {device}" for device, other in enumerate(kinds) if other == kind)
             return Proposal(split=split, kind="tell apart", reason=f"{names} alone: how fast is that kind?")
         return None
-
-    @staticmethod
-    def _told(state: SearchState, kinds: Sequence[int], share: int) -> set[int]:
-        """The kinds whose speed is known; where all took as long at a share, those that had one not much smaller."""
-        alone = seconds_alone(kinds, state.trials)
-        common = set.intersection(*(set(times_s) for times_s in alone.values()))
-        at_common = [[times_s[size] for times_s in alone.values()] for size in common]
-        if not common or any(max(times_s) > (1 + ALIKE) * min(times_s) for times_s in at_common):
-            return {kind for kind, times_s in alone.items() if times_s}
-        return {kind for kind, times_s in alone.items() if MUCH_LARGER * max(times_s) > share}
 
     @staticmethod
     def _may_run(state: SearchState, split: BatchSplit) -> bool:

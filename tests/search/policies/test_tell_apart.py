@@ -112,14 +112,3 @@ def test_a_share_that_fitted_the_whole_batch_is_not_asked_where_gradients_stay()
     assert not problem.fits(split(64, 2, 32, 0))
     wanted = TellApart().propose(state_after(problem, tried))
     assert wanted is None or wanted.split.gpu0_bsz == 0
-
-
-def test_cards_that_took_as_long_are_asked_again_with_much_larger_shares() -> None:
-    """With one sample each launches take longest, on all; with 16 of them the samples do."""
-    slow, fast = CardTime(launch_s=0.1, sample_s=0.003), CardTime(launch_s=0.1, sample_s=0.001)
-    problem = job(2, B=64, times=[slow, fast], shares="each", tells_busy=False)
-    tried = [even(64, 32, 2), split(64, 64, 1, 0), split(64, 64, 0, 1)]
-    assert TellApart().propose(state_after(problem, tried)) is None
-    again = TellApart().propose(state_after(problem, [*tried, even(64, 2, 2)]))
-    assert again is not None
-    assert again.split == split(64, 4, 16, 0)
