@@ -29,6 +29,8 @@ NUM_STEPS, KEPT_OF = 300, 10
 # A step multiplies the ratio of one kind: the logarithm has one of these standard deviations. A choice: small ones to
 # be exact, large ones to cross what is unlikely between two that are likely.
 RATIO_STEPS = (0.05, 0.2, 0.7)
+# So often it exchanges the ratios of two kinds instead. A choice: which of two is the slow one is then soon found.
+SWAPS = 0.3
 # So often it changes the tile instead. A choice: there are few.
 RETILED = 0.2
 # Such parts of the work may be in tiles. A choice: all kernels, or half of them.
@@ -117,14 +119,21 @@ class WholeSteps:
             if not kinds or rng.random() < RETILED:
                 other_tile = all_tiles[rng.integers(len(all_tiles))]
             else:
-                factor = np.exp(rng.normal(0.0, rng.choice(RATIO_STEPS)))
-                other_ratios = np.where(kinds[rng.integers(len(kinds))], factor, 1.0) * ratios
+                other_ratios = self._changed(ratios, kinds, rng)
             log_tried, other = self._at(other_ratios, tile=other_tile)
             if np.log(rng.random()) < log_tried - now:
                 ratios, tile, now, hypothesis = other_ratios, other_tile, log_tried, other
             if step % KEPT_OF == 0:
                 drawn.append(hypothesis)
         return [(log_posterior - float(np.log(len(drawn))), hypothesis) for hypothesis in drawn]
+
+    @staticmethod
+    def _changed(ratios: FloatArray, kinds: list[NDArray[np.bool_]], rng: np.random.Generator) -> FloatArray:
+        """One kind's ratio changed, or those of two exchanged."""
+        one, other = kinds[rng.integers(len(kinds))], kinds[rng.integers(len(kinds))]
+        if rng.random() < SWAPS and not (one & other).any():
+            return np.where(one, ratios[other][0], np.where(other, ratios[one][0], ratios))
+        return np.where(one, np.exp(rng.normal(0.0, rng.choice(RATIO_STEPS))), 1.0) * ratios
 
     def _ratios_alone(self) -> list[FloatArray]:
         """Ratios, (n,), by what each kind took alone: one for each of `FLOORS`; none where not two of them were.

@@ -50,6 +50,10 @@ class UpperConfidenceBound:
     """Whether it is asked after all others, before a search ends: then what cannot run out of memory, though it may
     keep too little headroom, is worth its upper confidence bound, too, times the probability to keep it. A choice:
     asked sooner, it led the searches of one recorded job to run out of memory."""
+    least_chance: float = 0.2
+    """Before a search ends what runs keeps its headroom with no smaller chance: peaks that the model holds impossible
+    do come, and to find out costs a trial and hardly an OOM where it surely runs. A choice. Larger: more trials that
+    lack headroom; smaller: larger gains missed."""
     min_trials: int = 6
     """A choice: half of all searches take as many anyway, and those that ended far behind the best mostly had had three
     or four. Larger: more trials where models fitted at once."""
@@ -66,6 +70,8 @@ class UpperConfidenceBound:
             # that the models were wrong is a reason to measure what surely fits or runs, and none to risk an OOM
             is_no_risk = scores.cannot_oom if self.is_last else scores.surely_feasible
             gain = np.where(is_no_risk, bound, scores.expected_improvement())
+            if self.is_last:
+                fits = np.maximum(fits, self.least_chance * scores.runs)
             first_that_ran = next(number for number, trial in enumerate(state.trials) if trial.ran)
             num_oom = sum(trial.lacks_memory and not trial.ran for trial in state.trials[first_that_ran:])
             price = self.oom_price * (1 + num_oom)

@@ -21,7 +21,7 @@ from splittune.split import SplitSpace
 
 POLICIES: tuple[Policy, ...] = (
     StartSmall(),
-    FindBaseline(min_fewer_steps=0.2),  # in large strides
+    FindBaseline(min_fewer_steps=0.2, min_gain=0.05),  # in large strides, while they promise speed
     TellApart(),
     UpperConfidenceBound(),
     FindBaseline(min_fewer_steps=0.05),  # what the result is compared with

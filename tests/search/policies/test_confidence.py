@@ -227,6 +227,33 @@ def test_before_a_search_ends_an_oom_costs_a_trial_and_no_more() -> None:
     assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (1, 2, 2))
 
 
+@pytest.mark.parametrize(
+    ("total", "chances"),
+    [
+        (1028, "runs with a chance of 100%, keeps its headroom with one of 20%"),
+        (1000, "runs with a chance of 92%, keeps its headroom with one of 18%"),
+    ],
+)
+def test_before_a_search_ends_a_large_gain_is_worth_a_trial_that_hardly_runs_out_of_memory(
+    total: int, chances: str
+) -> None:
+    """A third faster by prediction, and by all that is known it lacks headroom: a trial tells, and costs no OOM."""
+    memories = [card_memory(is_first=True, stays=0.9, sample=600, output=50, total=total)]
+    problem = job([*memories, card_memory(stays=0.9, sample=600, total=2121)], B=8)
+    demands = tuple(memory.total_bytes // 20 for memory in trial(problem, even(8, 4, 2)).measurement.memory)
+    proposer = Proposer(problem.space(), demands)
+    tried = [split(8, 4, 1, 1), split(8, 4, 0, 2), split(8, 3, 1, 2), split(8, 3, 0, 3)]
+    state = proposer.state([trial(problem, one, demands) for one in tried])
+    last = POLICIES[-1]
+    assert isinstance(last, UpperConfidenceBound)
+    assert propose(state, (*POLICIES[:-1], replace(last, least_chance=0.0))) is None
+    proposal = propose(state, POLICIES)
+    assert proposal is not None
+    assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (1, 3))
+    assert chances in proposal.reason
+    assert problem.runs(proposal.split)
+
+
 def test_doubt_buys_no_risk() -> None:
     """Predictions that were off make a trial of what surely fits worth more, and a risk worth no more."""
     further = (5, 6, 9), (6, 6, 6), (6, 5, 7), (6, 4, 8), (8, 0, 9), (5, 5, 10)
