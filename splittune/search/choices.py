@@ -1,7 +1,7 @@
 """The numbers that guide the search and that no formula gives, where several of its rules share one.
 
-Each was halved and doubled: `python -m benchmarks.search.screening` tells what that does. What one rule alone needs
-stands beside it; grids, such as the ratios of speed that are tried, bound how long a proposal takes.
+What it does to halve or double one: `python -m benchmarks.search.screening`. What one rule alone needs stands beside
+it; grids, such as the ratios of speed that are tried, bound how long a proposal takes.
 """
 
 # What differs by no more than this part is as much: peaks and busy times of devices that are alike, what a sample takes

@@ -51,9 +51,9 @@ class UpperConfidenceBound:
     keep too little headroom, is worth its upper confidence bound, too, times the probability to keep it. A choice:
     asked sooner, it led the searches of one recorded job to run out of memory."""
     least_chance: float = 0.2
-    """Before a search ends what runs keeps its headroom with no smaller chance: peaks that the model holds impossible
-    do come, and to find out costs a trial and hardly an OOM where it surely runs. A choice. Larger: more trials that
-    lack headroom; smaller: larger gains missed."""
+    """Before a search ends what runs keeps its headroom with no smaller chance: of 110 peaks that the model gave none
+    seven kept within the limit, and where it likely runs, to find out costs a trial and hardly an OOM. A choice.
+    Larger: more trials that lack headroom; smaller: larger gains missed."""
     min_trials: int = 6
     """A choice: half of all searches take as many anyway, and those that ended far behind the best mostly had had three
     or four. Larger: more trials where models fitted at once."""
