@@ -21,6 +21,7 @@ from splittune.search.models.memory_readings import (
     size_of,
 )
 from splittune.search.models.saved import MOST_AT_PEAK, Slopes, saved_slopes
+from splittune.search.models.trend import Trend
 from splittune.split import BatchSplit
 
 # What is foretold is that much above what peaks most likely are: limits within it are partly kept. It is what readings
@@ -66,6 +67,11 @@ class Interval:
     """How often a peak exceeds `foretold`."""
     least_part: FloatArray
     """Of what is not known, which lies between `sure` and `foretold`, the part that it takes at least."""
+    trend_least: FloatArray
+    trend_most: FloatArray
+    """If peaks go on as they grew: so much at least, and at most."""
+    goes_on: FloatArray
+    """Probability that they do."""
 
     def chance_below(self, limits: FloatArray) -> FloatArray:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.
@@ -74,7 +80,8 @@ class Interval:
         of it; from `SLACK` below the most it rises to 1; `surprise` goes beyond, evenly up to `most`. Such
         chances were too low above a half and too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
         Worked: 2 GiB that surely grow and up to 32 more, within a limit of 10, with a margin up to 42 GiB, give
-        ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47.
+        ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47. Where peaks go on as they grew, that alone decides: if
+        they do with a chance of 0.75, and are at 9 GiB then, it is ``0.75 + 0.25 x 0.47 = 0.87``.
         """
         unknown, left = np.maximum(self.foretold - self.sure, 1.0), np.maximum(limits - self.sure, 1e-3)
         parts = np.log(np.maximum(unknown / left, 1.0)) / -np.log(np.clip(self.least_part, 1e-9, 0.999))
@@ -84,7 +91,10 @@ class Interval:
         within = np.where(limits < self.least, 0.0, within)
         beyond = np.clip((limits - self.foretold) / np.maximum(self.most - self.foretold, 1.0), 0.0, 1.0)
         chances = (1 - self.surprise) * within + self.surprise * beyond
-        return np.asarray(np.where(limits >= self.most, 1.0, chances**2 * (3 - 2 * chances)).min(axis=1))
+        chances = chances**2 * (3 - 2 * chances)
+        on_trend = np.clip((limits - self.trend_least) / np.maximum(self.trend_most - self.trend_least, 1.0), 0.0, 1.0)
+        chances += self.goes_on * (on_trend - chances)
+        return np.asarray(np.where(limits >= self.most, 1.0, chances).min(axis=1))
 
 
 class MemoryModel:
@@ -185,7 +195,7 @@ class MemoryModel:
         return self.needed(np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float))
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
-        """(7, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
+        """(10, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
         envelope = self._envelopes[device, accumulates]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
         most = held + self.margin * unseen
@@ -196,7 +206,8 @@ class MemoryModel:
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
         least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each
         idle = (sizes[:, 0] == 0) & (device > 0)
-        told = np.stack([sure, least, held, most, flushed, surprise, least_part])
+        trend = self._trend(device, sizes, accumulates)
+        told = np.stack([sure, least, held, most, flushed, surprise, least_part, *trend])
         return np.where(idle, 0.0, told)
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -206,8 +217,19 @@ class MemoryModel:
         live = np.maximum(live, self._readings.update_bytes(device))
         held = live + overhead.most(live)
         unseen = held - self._readings.seen(device, sizes)
-        unseen = np.where(self._readings.held_more(device, sizes, accumulates=accumulates), 0.0, unseen)
-        return held, live + overhead.after_flush(live), np.maximum(unseen, np.maximum(TOLERANCE * held, QUANTUM_BYTES))
+        is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
+        # segments may be new where sizes are
+        unseen = np.where(is_seen, 0.0, np.maximum(unseen, QUANTUM_BYTES))
+        return held, live + overhead.after_flush(live), np.maximum(unseen, TOLERANCE * held)
+
+    def _trend(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """(N,) the least and the most reserved bytes if peaks go on as they grew, and the probability that they do."""
+        trend = self._trends[device, accumulates]
+        if trend is None:
+            return np.zeros(len(sizes)), np.zeros(len(sizes)), np.zeros(len(sizes))
+        overhead, update_bytes = self._overheads[device, accumulates].most, self._readings.update_bytes(device)
+        least, most = (np.maximum(live, update_bytes) for live in trend.between(sizes))
+        return least + overhead(least), most + overhead(most), trend.chance(sizes)
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -219,6 +241,16 @@ class MemoryModel:
             for kind in (False, True)
         }
         self._envelopes, self._least_parts = {}, {}
+        self._trends: dict[tuple[int, bool], Trend | None] = {}
+        for group in [(0,), *readings.same_memory_groups()]:
+            own = [reading for device in group for reading in readings.readings(device)]
+            for kind in (False, True):
+                trend = Trend.through([reading for reading in own if reading.accumulates == kind])
+                self._trends |= {(device, kind): trend for device in group}
+        for device, kind in self._trends:
+            ran_out = np.array(readings.oom_sizes(device, kind), dtype=float).reshape(-1, 2)
+            if (self._trend(device, ran_out, kind)[1] <= self.budget_bytes[device]).any():
+                self._trends[device, kind] = None  # it did not go on
         groups = [group for group in readings.same_memory_groups() if readings.readings(group[0])]
         least, most = saved_slopes(readings, [device for group in groups for device in group])
         least_slope, most_slope = least.share, MOST_AT_PEAK * most.share
@@ -317,8 +349,8 @@ class MemoryModel:
         errors = held / np.maximum(most, 1.0) - 1
         self.errors.append(float(errors.max()))
         self._hands_back &= has_run or self.errors[-1] <= 0
-        enough = self._margin_enough_for(held, split, has_run=has_run)
-        self._num_surprises += enough > 0
+        enough, excess = self._beyond_foretold(held, split, has_run=has_run)
+        self._num_surprises += excess > SLACK
         if not has_run:
             self.margin = max(self.margin, enough)
         elif self.errors[-1] > REPEATABILITY:
@@ -326,14 +358,19 @@ class MemoryModel:
         elif self._is_larger(held):
             self.margin = max(self.margin / FADING, min(self.margin, enough))
 
-    def _margin_enough_for(self, held: FloatArray, split: BatchSplit, *, has_run: bool) -> float:
-        """The margin with which no device would have exceeded its prediction by what it `held`, (n,)."""
-        enough = []
+    def _beyond_foretold(self, held: FloatArray, split: BatchSplit, *, has_run: bool) -> tuple[float, float]:
+        """By how much what devices `held`, (n,), exceeded what was foretold without a margin, where it did most.
+
+        As the margin with which none would have, and as a part of what was foretold.
+        """
+        margins, excess = [], []
         for device in range(self._n):
             size = np.array([size_of(device, split)])
             told, after_flush, unseen = self._held(device, size, split.accumulation_steps > 1)
-            enough.append((held[device] - (told if has_run else after_flush)[0]) / unseen[0])
-        return float(np.max(enough))
+            foretold = float((told if has_run else after_flush)[0])
+            margins.append((held[device] - foretold) / unseen[0])
+            excess.append(held[device] / max(foretold, 1.0) - 1)
+        return float(np.max(margins)), float(np.max(excess))
 
     def _is_larger(self, held: FloatArray) -> bool:
         """Whether a device held more than in any trial before, (n,), so that what was foretold of it was tested."""

@@ -23,6 +23,9 @@ def scores(
         most_after_cache_flush=held,
         surprise=0 * ones,
         least_part=ones,
+        trend_least=0 * ones,
+        trend_most=0 * ones,
+        goes_on=0 * ones,
     )
     shards = np.arange(8.0, 8.0 + count)[:, None]
     return CandidateScores(

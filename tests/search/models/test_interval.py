@@ -8,11 +8,14 @@ from splittune.search.models.memory import Interval
 GIB = float(1024**3)
 
 
-def peaks(sure: float, least: float, foretold: float, most: float) -> Interval:
+def peaks(
+    sure: float, least: float, foretold: float, most: float, *, on_trend: float = 0, goes_on: float = 0
+) -> Interval:
     """Of one split on one device, in GiB; a fifth of all peaks is a surprise, and what is unknown spans 32 times."""
     sizes = {"sure": sure, "least": least, "foretold": foretold, "most": most, "most_after_cache_flush": most}
+    sizes |= {"trend_least": on_trend - 0.5, "trend_most": on_trend + 0.5}
     bounds = {name: np.array([[size * GIB]]) for name, size in sizes.items()}
-    ratios = {"surprise": 0.2, "least_part": 1 / 32}
+    ratios = {"surprise": 0.2, "least_part": 1 / 32, "goes_on": goes_on}
     return Interval(**bounds, **{name: np.array([[ratio]]) for name, ratio in ratios.items()})
 
 
@@ -42,6 +45,13 @@ def test_what_is_known_exactly_stays_below_or_does_not() -> None:
     exact = peaks(8, 8, 8, 8)
     assert exact.chance_below(np.array([8 * GIB])) == [1]
     assert exact.chance_below(np.array([7.99 * GIB])) == [0]
+
+
+@pytest.mark.parametrize(("on_trend", "kept"), [(9, 1), (9.75, 0.75), (11, 0)])
+def test_a_trend_that_likely_goes_on_decides_so_often(on_trend: float, kept: float) -> None:
+    """Within 10 GiB by what bounds tell with 0.47; three times in four by where the trend leads, give or take 0.5."""
+    chance = peaks(2, 4, 34, 42, on_trend=on_trend, goes_on=0.75).chance_below(np.array([10 * GIB]))
+    assert chance == pytest.approx([0.75 * kept + 0.25 * smooth(0.8 * (1 - 2 / 5))])
 
 
 def test_the_device_with_the_least_chance_decides() -> None:

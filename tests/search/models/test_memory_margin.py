@@ -14,7 +14,7 @@ from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import FADING, MOST_MARGIN
 from splittune.search.models.memory_readings import REPEATABILITY
 from tests.search.models.predictions import B, interval, truth_of
-from tests.search.problem import MIB, card_memory, even, job, split, trial, trials
+from tests.search.problem import MIB, card_memory, even, job, rows, split, trial, trials
 
 
 def test_predictions_that_came_true_take_the_margin_away() -> None:
@@ -236,3 +236,62 @@ def test_what_the_allocator_holds_beyond_live_bytes_is_added() -> None:
     wanted = even(B, 1, 2)
     live = max(np.max(phase) for phase in card.phases(np.array([32.0]), np.array([64.0]), np.array([0.0])))
     assert interval(model, wanted).most[0, 1] > 1.05 * live
+
+
+def raised(one: JudgedTrial, part: float) -> JudgedTrial:
+    """The same trial, in which every device held so much more."""
+    memory = tuple(
+        replace(
+            reading,
+            **{
+                name: round((1 + part) * getattr(reading, name))
+                for name in ("peak_allocated_bytes", "peak_reserved_bytes", "micro_step_peak_bytes")
+            },
+        )
+        for reading in one.measurement.memory
+    )
+    return replace(one, measurement=replace(one.measurement, memory=memory))
+
+
+@pytest.mark.parametrize(("part", "count"), [(0.004, 0), (0.1, 1)])
+def test_what_readings_may_be_off_is_no_surprise(part: float, count: int) -> None:
+    """A split measured again that takes 0.4 % more, and one that takes 10 %: of one trial, beside 1 in 5."""
+    problem = job([card_memory(is_first=True, parameters=1000), card_memory(parameters=1000)], B=B)
+    first = trial(problem, even(B, 8, 2))
+    model = MemoryModel([first, raised(first, part)], 2)
+    assert interval(model, even(B, 8, 2)).surprise[0] == pytest.approx([(1 + count) / 6] * 2)
+
+
+def test_what_demands_no_more_than_a_trial_that_ran_takes_no_further_segment() -> None:
+    """Of a card with 1 MiB left where 8 of 32 samples ran, fewer leave as much: no segment of 22 comes on top."""
+    problem = job([card_memory(is_first=True), card_memory()], B=B)
+    model = MemoryModel(trials(problem, [even(B, 32, 2), split(B, 2, 8, 24)]), 2)
+    ran = model.needed(*rows([split(B, 2, 8, 24)])).foretold[0]
+    limits = ran + 1 * MIB
+    assert interval(model, split(B, 4, 4, 12), split(B, 2, 8, 24)).chance_below(limits).min() > 0.99
+    assert interval(model, split(B, 2, 9, 23)).chance_below(limits)[0] < 0.99
+
+
+def test_peaks_that_went_on_as_they_grew_likely_go_on() -> None:
+    """GPU 1 had 2 to 16 samples, all on one line: with 20 it is on it with a chance of 0.86, and not after an OOM.
+
+    Cards of as much as the line says for 20, and a thousandth more: that ran out of memory, so it did not go on.
+    """
+    problem = job([card_memory(is_first=True, parameters=1000), card_memory(parameters=1000)], B=128)
+    wanted = split(128, 4, 12, 20)
+    totals = [round(1.001 * num_bytes) for num_bytes in truth_of(problem, [wanted])[0]]
+    seen = [on_cards_of(one, totals) for one in trials(problem, [split(128, 64 // s, s, s) for s in (2, 4, 8, 16)])]
+    told = interval(MemoryModel(seen, 2), wanted)
+    assert told.goes_on[0, 1] == pytest.approx(np.log(4) / np.log(5))
+    assert told.trend_least[0, 1] < truth_of(problem, [wanted])[0, 1] < told.trend_most[0, 1] < totals[1]
+    smaller = job([card_memory(is_first=True, parameters=1000), card_memory(parameters=1000, total=2000)], B=128)
+    failed = on_cards_of(trial(smaller, wanted), totals)
+    assert failed.oom_devices == {1}
+    assert interval(MemoryModel([*seen, failed], 2), wanted).goes_on[0].tolist() == [1, 0]
+
+
+def on_cards_of(one: JudgedTrial, totals: Sequence[int]) -> JudgedTrial:
+    """The same trial on cards of so many bytes."""
+    cards = zip(one.measurement.memory, totals, strict=True)
+    memory = tuple(replace(reading, total_bytes=total) for reading, total in cards)
+    return replace(one, measurement=replace(one.measurement, memory=memory))

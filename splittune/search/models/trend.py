@@ -1,0 +1,74 @@
+"""Whether a peak goes on as it grew: a line that passes through the largest ones, and how far it was seen to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from splittune.search.arrays import FloatArray
+from splittune.search.models.envelope import lines_through
+from splittune.search.models.memory_readings import REPEATABILITY, Reading
+
+# Readings are taken to be off by no more than these parts where a line passes through all of them then, too. A choice,
+# each a quarter of the one before: peaks of tensors alone repeat exactly, those with workspaces do not.
+EXACT = (REPEATABILITY / 4, REPEATABILITY / 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """The lines ``F + beta s + omega m`` through the largest peaks of a device, and the sizes over which they held.
+
+    A peak is the highest of its phases' lines. `Envelope` bounds it whatever the phases are; where peaks so far lie on
+    one line, the likeliest is that the same phase goes on. What was seen over a range of sizes holds over as wide
+    a range once more with a chance of a half: so it is if where the next phase takes over is anywhere alike in
+    logarithms of size. Sizes that it takes to draw the line do not count as seen.
+
+    Worked: GPU 0 held 1, 1.2, 1.4 and 1.6 GiB with micro-batches of 1, 2, 3 and 4. From 2 to 4 the line held, so with
+    5 it holds 1.8 GiB with a chance of ``log(4 / 2) / (log(4 / 2) + log(5 / 4)) = 0.76``.
+    """
+
+    corners: FloatArray
+    """(K, 3) F, beta and omega of the extreme lines."""
+    largest: FloatArray
+    """(2,) the largest share, and micro-batch, on the line."""
+    seen: FloatArray
+    """(2,) the logarithms of how many times as large as those that it takes to draw the line."""
+
+    @classmethod
+    def through(cls, readings: Sequence[Reading]) -> Trend | None:
+        """Through as many of the largest peaks as lie on one line; None where these confirm none."""
+        peaks: dict[tuple[float, float], list[int]] = {}
+        for reading in readings:
+            peaks.setdefault(reading.size, []).append(reading.peak_bytes)
+        order = sorted(peaks, key=lambda size: (-max(peaks[size]), -size[1], -size[0]))
+        sizes = np.array(order, dtype=float).reshape(-1, 2)
+        most = np.array([min(peaks[size]) for size in order], dtype=float)
+        least = np.array([max(peaks[size]) for size in order], dtype=float)
+
+        count, corners = lines_through(sizes, most * (1 + REPEATABILITY), least * (1 - REPEATABILITY))
+        for off in EXACT:
+            on_line, exacter = lines_through(sizes[:count], most[:count] * (1 + off), least[:count] * (1 - off))
+            corners = exacter if on_line == count else corners
+        # the smallest first: what it takes to draw the line
+        rows = np.column_stack([np.ones(count), sizes[:count]])[::-1]
+        rank = np.linalg.matrix_rank(rows)
+        drawn = next((i for i in range(count) if np.linalg.matrix_rank(rows[:i]) == rank), count)
+        if drawn >= count:
+            return None
+        largest, before = rows[:, 1:].max(axis=0), rows[:drawn, 1:].max(axis=0)
+        seen = np.log(np.maximum(largest, 1.0) / np.maximum(before, 1.0))
+        return cls(corners, largest, seen)
+
+    def between(self, sizes: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """(N,) the least and the most bytes on the line, for `sizes`, (N, 2)."""
+        on_lines = np.column_stack([np.ones(len(sizes)), sizes]) @ self.corners.T
+        return on_lines.min(axis=1), on_lines.max(axis=1)
+
+    def chance(self, sizes: FloatArray) -> FloatArray:
+        """(N,) probability that the line still holds at `sizes`, (N, 2)."""
+        asked = np.log(np.maximum(sizes, 1.0) / np.maximum(self.largest, 1.0))
+        asked = np.where((sizes > 0) & (self.largest == 0), np.inf, np.maximum(asked, 0.0))
+        chances = np.where(asked > 0, self.seen / np.maximum(self.seen + asked, 1e-9), 1.0)
+        return np.asarray(chances.min(axis=1))

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splittune.search.models.memory_readings import REPEATABILITY, Reading
+from splittune.search.models.trend import Trend
+
+MIB = 1024**2
+
+
+def reading(share: float, micro_batch: float, peak_mib: float) -> Reading:
+    return Reading((share, micro_batch), True, round(peak_mib * MIB), None, None)
+
+
+def sizes(*rows: tuple[float, float]) -> np.ndarray:
+    return np.array(rows, dtype=float)
+
+
+def test_the_worked_example() -> None:
+    """1,000 to 1,600 MiB with micro-batches of 1 to 4, and no share: seen from 2 to 4."""
+    trend = Trend.through([reading(0, m, 800 + 200 * m) for m in (1, 2, 3, 4)])
+    assert trend is not None
+    assert trend.chance(sizes((0, 5))) == pytest.approx([np.log(2) / (np.log(2) + np.log(5 / 4))])
+    assert trend.chance(sizes((0, 5))) == pytest.approx([0.76], abs=0.005)
+    assert np.ravel(trend.between(sizes((0, 5)))) / MIB == pytest.approx([1800, 1800], rel=REPEATABILITY)
+
+
+def test_two_peaks_draw_a_line_and_confirm_none() -> None:
+    assert Trend.through([reading(1, 0, 100), reading(4, 0, 130)]) is None
+    assert Trend.through([]) is None
+
+
+def test_of_a_size_that_never_varied_it_says_nothing() -> None:
+    """GPU 0 without a share shows what the micro-batch takes, not what a share would."""
+    trend = Trend.through([reading(0, m, 800 + 200 * m) for m in (1, 2, 3, 4)])
+    assert trend is not None
+    assert trend.chance(sizes((1, 4), (0, 4), (0, 2))).tolist() == [0, 1, 1]
+
+
+def test_smaller_peaks_that_lie_off_the_line_do_not_count() -> None:
+    """Another phase held 1,000 MiB up to 4 samples; since then 60 a sample: of 8, 12 and 16 the last was foretold."""
+    flat = [reading(share, 0, 1000) for share in (1, 2, 4)]
+    rising = [reading(share, 0, 700 + 60 * share) for share in (8, 12, 16)]
+    trend = Trend.through(flat + rising)
+    assert trend is not None
+    assert trend.chance(sizes((32, 0))) == pytest.approx([np.log(16 / 12) / (np.log(16 / 12) + np.log(2))])
+    assert np.ravel(trend.between(sizes((32, 0)))) / MIB == pytest.approx([2620, 2620], rel=REPEATABILITY)
+    assert Trend.through(flat + rising[:2]) is None  # two peaks on the new line only draw it
+
+
+@given(
+    line=st.tuples(*[st.integers(0, 1000)] * 3),
+    seen=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 200)), min_size=2, max_size=6, unique=True),
+    asked=st.tuples(st.integers(0, 400), st.integers(1, 2000)),
+)
+def test_a_peak_that_goes_on_is_no_more_than_foretold(
+    line: tuple[int, int, int], seen: list[tuple[int, int]], asked: tuple[int, int]
+) -> None:
+    """Whatever line the peaks are on, and whichever sizes were measured: what lies on it is held possible."""
+
+    def peak(size: tuple[int, int]) -> float:
+        return 100.0 + line[0] + line[1] * size[0] + line[2] * size[1]
+
+    trend = Trend.through([reading(*size, peak(size)) for size in seen])
+    if trend is None:
+        return
+    measured = {device for device in (0, 1) if any(size[device] for size in seen)}
+    if {device for device in (0, 1) if asked[device]} <= measured:
+        least, most = trend.between(sizes(asked))
+        assert least[0] * (1 - 1e-6) <= peak(asked) * MIB <= most[0] * (1 + 1e-6)
+    assert 0 <= trend.chance(sizes(asked))[0] <= 1
