@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from splittune.search.arrays import FloatArray
-from splittune.search.choices import BELIEVED
+from splittune.search.choices import BELIEVED, SIGNIFICANT, TOLERANCE
 from splittune.search.models.cost_fit import fit_costs
 from splittune.search.models.curves import Curve
 from splittune.search.models.hypotheses import Hypothesis
@@ -28,9 +28,6 @@ FREEDOM = 4.0
 # The host's seconds for each device are tried at these parts of the most that the trials allow. A
 # choice, denser near the most: there the host decides most steps.
 HOST_PARTS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
-# Waiting for the host is believed if at least so many trials waited: that one took a little longer may be noise. A
-# choice.
-WAITED = 2
 
 
 def sizes_of_tiles(trials: StepTrials) -> list[int]:
@@ -93,10 +90,10 @@ def _with_costs(trials: StepTrials, plain: Hypothesis, slowest_s: FloatArray, wi
     best, error = at(0.0)
     if not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
         return best
-    least = BELIEVED * error
+    least, clearly_longer_s = BELIEVED * error, (1 + TOLERANCE + SIGNIFICANT * trials.noise) * slowest_s
     for part in HOST_PARTS:
         host_s = part * plain.most_host_s_per_device
-        if (host_s * trials.counts.active_devices > slowest_s).sum() < WAITED:
+        if not (host_s * trials.counts.active_devices > clearly_longer_s).any():  # that one waited may be noise
             continue
         tried, error = at(host_s)
         if error < least:
