@@ -227,9 +227,9 @@ class MemoryModel:
         trend = self._trends[device, accumulates]
         if trend is None:
             return np.zeros(len(sizes)), np.zeros(len(sizes)), np.zeros(len(sizes))
-        overhead, update_bytes = self._overheads[device, accumulates].most, self._readings.update_bytes(device)
+        overhead, update_bytes = self._overheads[device, accumulates], self._readings.update_bytes(device)
         least, most = (np.maximum(live, update_bytes) for live in trend.between(sizes))
-        return least + overhead(least), most + overhead(most), trend.chance(sizes)
+        return least + overhead.least(least), most + overhead.most(most), trend.chance(sizes)
 
     # --- fitting ---------------------------------------------------------------------------------
 

@@ -58,8 +58,10 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorOverhead:
-    """What torch's allocator reserves at most beyond what is allocated, as two lines; it may reserve nothing."""
+    """What torch's allocator reserves beyond what is allocated, as lines."""
 
+    least: Overhead
+    """Of all trials; another may reserve nothing."""
     most: Overhead
     after_flush: Overhead
     """The most that is left once the allocator, running short, has handed its free blocks back."""
@@ -268,6 +270,7 @@ class MemoryReadings:
         quanta = [min(excess, QUANTUM_BYTES) for _, excess in pairs]
         ratios = [max(0, excess - QUANTUM_BYTES) / allocated for allocated, excess in pairs]
         return AllocatorOverhead(
+            least=Overhead(min(quanta), min(ratios)),
             most=Overhead(max(quanta), max(ratios)),
             after_flush=Overhead(min(quanta), max(ratios)),
         )
