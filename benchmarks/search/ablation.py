@@ -42,6 +42,7 @@ from splittune.search.models.envelope import Envelope
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.memory_readings import MemoryReadings
 from splittune.search.models.step_time import TimeModel
+from splittune.search.models.trend import Trend
 from splittune.search.models.whole_steps import WholeSteps
 from splittune.search.policies.base import Policy
 from splittune.search.policies.proposer import POLICIES
@@ -75,6 +76,7 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("what a forward leaves", MemoryReadings, "saved", lambda *_: []),
     ("how much of a peak that is", MemoryReadings, "saved_part", lambda *_: 0.0),
     ("the least by chords", Envelope, "least", Envelope.sure),
+    ("peaks that go on as they grew", Trend, "through", lambda _: None),
     ("the time model's word on finalists", study, "foretold_s", lambda *_: {}),
 )
 
