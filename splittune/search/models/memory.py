@@ -124,6 +124,8 @@ class MemoryModel:
         self._readings = MemoryReadings(num_devices)
         self.margin = MOST_MARGIN
         """How many times the growth that no trial has shown is added to `Interval.most`."""
+        self._jumped: list[tuple[int, bool]] = []
+        """Device and kind of step of what ran out of memory though it was foretold to fit."""
         self._hands_back = True
         """Whether no device has run out of memory that its allocator was to have handed back: in pieces it cannot."""
         self._num_surprises = 0
@@ -201,6 +203,11 @@ class MemoryModel:
         most = held + self.margin * unseen
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
+        if any(one in self._readings.alike(device) and kind >= accumulates for one, kind in self._jumped):
+            # somewhere beyond what ran it jumped, and nothing tells where
+            is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
+            too_much = np.where(is_seen, 0.0, self.budget_bytes[device] + 1.0)
+            most, flushed = np.maximum(most, too_much), np.maximum(flushed, too_much)
         sure, least = np.minimum(sure, most), np.minimum(least, most)
         each = np.ones(len(sizes))
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
@@ -349,6 +356,9 @@ class MemoryModel:
         errors = held / np.maximum(most, 1.0) - 1
         self.errors.append(float(errors.max()))
         self._hands_back &= has_run or self.errors[-1] <= 0
+        if not has_run:
+            fitted = [i for i in trial.oom_devices if told.foretold[0, i] <= self.budget_bytes[i]]
+            self._jumped += [(i, split.accumulation_steps > 1) for i in fitted]
         enough, excess = self._beyond_foretold(held, split, has_run=has_run)
         self._num_surprises += excess > SLACK
         if not has_run:
