@@ -9,12 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splittune.search.arrays import BoolArray, FloatArray
-from splittune.search.choices import LENGTHSCALE
 
 # Bounds that meet in less than this volume, scaled to units of 1, do not meet in a corner.
 LEAST_VOLUME = 1e-9
-# A line is drawn through so many points whatever their sizes. A choice: more corners than of as many take long to find.
-DRAWN = 6
 # A corner may break a bound by this part, for rounding.
 ROUNDING = 1e-9
 
@@ -191,34 +188,6 @@ def _extreme_lines(sizes: FloatArray, num_bytes: FloatArray, most_slopes: tuple[
     matrix = np.concatenate([rows / scale, np.eye(3)[capped], -np.eye(3)])
     bounds = np.concatenate([limits / unit, largest[capped], np.zeros(3)])
     return np.asarray(corners_of(matrix, bounds) / scale * unit)
-
-
-def lines_through(sizes: FloatArray, at_most: FloatArray, at_least: FloatArray) -> tuple[int, FloatArray]:
-    """How many of the first points lie on one line, and (K, 3) the corners of all F, beta and omega of such lines.
-
-    At these points ``at_least <= F + beta s + omega m <= at_most``. No coefficient is negative, and that of a size that
-    is 0 everywhere is 0. From `DRAWN` points on, those whose sizes tell of one another, up to `LENGTHSCALE`, are not
-    drawn through: that some line passes each is enough.
-    """
-    rows = np.column_stack([np.ones(len(sizes)), sizes])
-    unit, scale = at_most.max(initial=1.0), np.maximum(rows.max(axis=0, initial=0.0), 1.0)
-    matrix, bounds, lines = -np.eye(3), np.zeros(3), np.zeros((0, 3))
-    logs = np.log1p(sizes)
-    drawn: list[int] = []
-    for count, (row, most, least) in enumerate(zip(rows / scale, at_most / unit, at_least / unit, strict=True)):
-        if len(drawn) >= DRAWN and (np.abs(logs[drawn] - logs[count]) < LENGTHSCALE).all(axis=1).any():
-            on_lines = lines @ row
-            if on_lines.min() > most or on_lines.max() < least:
-                return count, np.asarray(lines / scale * unit)
-            continue
-        drawn.append(count)
-        matrix, bounds = np.concatenate([matrix, [row, -row]]), np.concatenate([bounds, [most, -least]])
-        corners = corners_of(matrix, bounds)
-        if not len(corners):
-            return count, np.asarray(lines / scale * unit)
-        binds = (np.abs(corners @ matrix.T - bounds) <= ROUNDING).any(axis=0)  # the others say nothing more
-        matrix, bounds, lines = matrix[binds], bounds[binds], corners
-    return len(rows), np.asarray(lines / scale * unit)
 
 
 def corners_of(matrix: FloatArray, bounds: FloatArray) -> FloatArray:

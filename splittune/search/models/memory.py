@@ -124,7 +124,7 @@ class MemoryModel:
         self._readings = MemoryReadings(num_devices)
         self.margin = MOST_MARGIN
         """How many times the growth that no trial has shown is added to `Interval.most`."""
-        self._jumped: list[tuple[int, bool]] = []
+        self._jumped: set[tuple[int, bool]] = set()
         """Device and kind of step of what ran out of memory though it was foretold to fit."""
         self._hands_back = True
         """Whether no device has run out of memory that its allocator was to have handed back: in pieces it cannot."""
@@ -203,8 +203,8 @@ class MemoryModel:
         most = held + self.margin * unseen
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
+        # somewhere beyond what ran it jumped, and nothing tells where
         if any(one in self._readings.alike(device) and kind >= accumulates for one, kind in self._jumped):
-            # somewhere beyond what ran it jumped, and nothing tells where
             is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
             too_much = np.where(is_seen, 0.0, self.budget_bytes[device] + 1.0)
             most, flushed = np.maximum(most, too_much), np.maximum(flushed, too_much)
@@ -248,16 +248,7 @@ class MemoryModel:
             for kind in (False, True)
         }
         self._envelopes, self._least_parts = {}, {}
-        self._trends: dict[tuple[int, bool], Trend | None] = {}
-        for group in [(0,), *readings.same_memory_groups()]:
-            own = [reading for device in group for reading in readings.readings(device)]
-            for kind in (False, True):
-                trend = Trend.through([reading for reading in own if reading.accumulates == kind])
-                self._trends |= {(device, kind): trend for device in group}
-        for device, kind in self._trends:
-            ran_out = np.array(readings.oom_sizes(device, kind), dtype=float).reshape(-1, 2)
-            if (self._trend(device, ran_out, kind)[1] <= self.budget_bytes[device]).any():
-                self._trends[device, kind] = None  # it did not go on
+        self._fit_trends()
         groups = [group for group in readings.same_memory_groups() if readings.readings(group[0])]
         least, most = saved_slopes(readings, [device for group in groups for device in group])
         least_slope, most_slope = least.share, MOST_AT_PEAK * most.share
@@ -282,6 +273,20 @@ class MemoryModel:
             for accumulates in (False, True):
                 self._envelopes.setdefault((device, accumulates), self._envelopes[likest, accumulates])
         self._least_parts = {(i, kind): self._least_part(i, kind) for i in range(self._n) for kind in (False, True)}
+
+    def _fit_trends(self) -> None:
+        """A line through the largest peaks of each device, or of those alike, for each kind of step."""
+        readings = self._readings
+        self._trends: dict[tuple[int, bool], Trend | None] = {}
+        for group in [(0,), *readings.same_memory_groups()]:
+            own = [reading for device in group for reading in readings.readings(device)]
+            for kind in (False, True):
+                trend = Trend.through([reading for reading in own if reading.accumulates == kind])
+                self._trends |= {(device, kind): trend for device in group}
+        for device, kind in self._trends:
+            ran_out = np.array(readings.oom_sizes(device, kind), dtype=float).reshape(-1, 2)
+            if (self._trend(device, ran_out, kind)[1] <= self.budget_bytes[device]).any():
+                self._trends[device, kind] = None  # it did not go on
 
     def _fit_group(
         self, devices: tuple[int, ...], accumulates: bool, slopes: tuple[Slopes, Slopes], most_rest: float
@@ -357,8 +362,8 @@ class MemoryModel:
         self.errors.append(float(errors.max()))
         self._hands_back &= has_run or self.errors[-1] <= 0
         if not has_run:
-            fitted = [i for i in trial.oom_devices if told.foretold[0, i] <= self.budget_bytes[i]]
-            self._jumped += [(i, split.accumulation_steps > 1) for i in fitted]
+            fitted = (i for i in trial.oom_devices if told.foretold[0, i] <= self.budget_bytes[i])
+            self._jumped |= {(i, split.accumulation_steps > 1) for i in fitted}
         enough, excess = self._beyond_foretold(held, split, has_run=has_run)
         self._num_surprises += excess > SLACK
         if not has_run:

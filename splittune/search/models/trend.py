@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from splittune.search.arrays import FloatArray
-from splittune.search.models.envelope import lines_through
+from splittune.search.choices import LENGTHSCALE
+from splittune.search.models.envelope import ROUNDING, corners_of
 from splittune.search.models.memory_readings import REPEATABILITY, Reading
 
 # Readings are taken to be off by no more than these parts where a line passes through all of them then, too. A choice,
 # each a quarter of the one before: peaks of tensors alone repeat exactly, those with workspaces do not.
 EXACT = (REPEATABILITY / 4, REPEATABILITY / 16)
+# A line is drawn through so many points whatever their sizes. A choice: more corners than of as many take long to find.
+DRAWN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,9 @@ class Trend:
         most = np.array([min(peaks[size]) for size in order], dtype=float)
         least = np.array([max(peaks[size]) for size in order], dtype=float)
 
-        count, corners = lines_through(sizes, most * (1 + REPEATABILITY), least * (1 - REPEATABILITY))
+        count, corners = _lines_through(sizes, most * (1 + REPEATABILITY), least * (1 - REPEATABILITY))
         for off in EXACT:
-            on_line, exacter = lines_through(sizes[:count], most[:count] * (1 + off), least[:count] * (1 - off))
+            on_line, exacter = _lines_through(sizes[:count], most[:count] * (1 + off), least[:count] * (1 - off))
             corners = exacter if on_line == count else corners
         # the smallest first: what it takes to draw the line
         rows = np.column_stack([np.ones(count), sizes[:count]])[::-1]
@@ -72,3 +75,32 @@ class Trend:
         asked = np.where((sizes > 0) & (self.largest == 0), np.inf, np.maximum(asked, 0.0))
         chances = np.where(asked > 0, self.seen / np.maximum(self.seen + asked, 1e-9), 1.0)
         return np.asarray(chances.min(axis=1))
+
+
+def _lines_through(sizes: FloatArray, at_most: FloatArray, at_least: FloatArray) -> tuple[int, FloatArray]:
+    """How many of the first points lie on one line, and (K, 3) the corners of all F, beta and omega of such lines.
+
+    At these points ``at_least <= F + beta s + omega m <= at_most``. No coefficient is negative, and that of a size that
+    is 0 everywhere is 0. From `DRAWN` points on, those whose sizes tell of one another, up to `LENGTHSCALE`, are not
+    drawn through: that some line passes each is enough.
+    """
+    rows = np.column_stack([np.ones(len(sizes)), sizes])
+    unit, scale = at_most.max(initial=1.0), np.maximum(rows.max(axis=0, initial=0.0), 1.0)
+    matrix, bounds, lines = -np.eye(3), np.zeros(3), np.zeros((0, 3))
+    logs = np.log1p(sizes)
+    count, drawn = 0, np.zeros(len(sizes), dtype=bool)
+    for row, most, least in zip(rows / scale, at_most / unit, at_least / unit, strict=True):
+        is_near = (np.abs(logs[drawn] - logs[count]) < LENGTHSCALE).all(axis=1).any()
+        if drawn.sum() >= DRAWN and is_near:
+            on_lines = lines @ row
+            if on_lines.min() > most or on_lines.max() < least:
+                break
+        else:
+            matrix, bounds = np.concatenate([matrix, [row, -row]]), np.concatenate([bounds, [most, -least]])
+            corners = corners_of(matrix, bounds)
+            if not len(corners):
+                break
+            binds = (np.abs(corners @ matrix.T - bounds) <= ROUNDING).any(axis=0)  # the others say nothing more
+            matrix, bounds, lines, drawn[count] = matrix[binds], bounds[binds], corners, True
+        count += 1
+    return count, np.asarray(lines / scale * unit)

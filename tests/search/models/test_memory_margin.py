@@ -267,7 +267,7 @@ def test_what_demands_no_more_than_a_trial_that_ran_takes_no_further_segment() -
     problem = job([card_memory(is_first=True), card_memory()], B=B)
     model = MemoryModel(trials(problem, [even(B, 32, 2), split(B, 2, 8, 24)]), 2)
     ran = model.needed(*rows([split(B, 2, 8, 24)])).foretold[0]
-    limits = ran + 1 * MIB
+    limits = ran + MIB
     assert interval(model, split(B, 4, 4, 12), split(B, 2, 8, 24)).chance_below(limits).min() > 0.99
     assert interval(model, split(B, 2, 9, 23)).chance_below(limits)[0] < 0.99
 
