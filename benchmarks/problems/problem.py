@@ -128,10 +128,6 @@ class Problem:
         return len(self.times)
 
     @property
-    def is_memory_affine(self) -> bool:
-        return "+memory" not in self.kind
-
-    @property
     def min_headroom_bytes(self) -> tuple[int, ...]:
         return tuple(int(HEADROOM_FRACTION * (m.total - m.outside)) for m in self.memories)
 

@@ -56,11 +56,6 @@ class Problem(Protocol):
         """Of the fastest split of the space that fits; None where none does."""
         ...
 
-    @property
-    def best_even_throughput(self) -> float | None:
-        """Of the fastest even split of the space that fits; None where none does."""
-        ...
-
 
 def without_optional_readings(measurement: Measurement) -> Measurement:
     """The same trial as a `measure` would tell it that fills no optional field.

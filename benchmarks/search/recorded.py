@@ -83,11 +83,6 @@ class RecordedProblem:
             (self.throughput(trial.split) for trial in self._trials.values() if self.fits(trial.split)), default=None
         )
 
-    @property
-    def best_even_throughput(self) -> float | None:
-        """Of the fastest even split that fits."""
-        return max((self.throughput(split) for split in self._space.even_splits() if self.fits(split)), default=None)
-
     def _foretold(self, split: BatchSplit) -> Measurement:
         if split not in self._space:
             raise ValueError(f"{split} is not in the space of this problem, {self._space}.")

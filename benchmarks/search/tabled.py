@@ -122,18 +122,6 @@ class TabledProblem:
         return None if step_s is None else self.machine.space.global_batch_size / step_s
 
     @cached_property
-    def best_even_throughput(self) -> float | None:
-        """Of the fastest even split that fits."""
-        fastest_first = sorted(self._fewest_steps_each(), key=self.throughput, reverse=True)
-        return next((self.throughput(split) for split in fastest_first if self.fits(split)), None)
-
-    def _fewest_steps_each(self) -> list[BatchSplit]:
-        by_size: dict[int, BatchSplit] = {}
-        for split in self.machine.space.even_splits():
-            by_size.setdefault(split.micro_batch_size, split)
-        return list(by_size.values())
-
-    @cached_property
     def _capacities(self) -> Bytes:
         free = zip(self.machine.total_bytes, self.machine.outside_bytes, strict=True)
         return np.array([total - outside for total, outside in free], dtype=np.int64)
