@@ -71,7 +71,7 @@ class Interval:
     trend_most: FloatArray
     """If peaks go on as they grew: so much at least, and at most."""
     goes_on: FloatArray
-    """Probability that they do."""
+    """Probability that they do, times the part of what is not known that they leave out then."""
 
     def chance_below(self, limits: FloatArray) -> FloatArray:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.
@@ -213,8 +213,10 @@ class MemoryModel:
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
         least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each
         idle = (sizes[:, 0] == 0) & (device > 0)
-        trend = self._trend(device, sizes, accumulates)
-        told = np.stack([sure, least, held, most, flushed, surprise, least_part, *trend])
+        on_line, at_most, goes_on = self._trend(device, sizes, accumulates)
+        # a line counts by how much less it leaves open than the bounds do
+        goes_on = goes_on * (1 - np.clip((at_most - on_line) / np.maximum(held - sure, 1.0), 0.0, 1.0))
+        told = np.stack([sure, least, held, most, flushed, surprise, least_part, on_line, at_most, goes_on])
         return np.where(idle, 0.0, told)
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -17,6 +17,10 @@ from splittune.search.models.memory_readings import REPEATABILITY, Reading
 EXACT = (REPEATABILITY / 4, REPEATABILITY / 16)
 # A line is drawn through so many points whatever their sizes. A choice: more corners than of as many take long to find.
 DRAWN = 6
+# A line counts as seen to hold over so much, in logarithms of size, before any further peak confirmed it: one that two
+# peaks draw holds at twice the larger size with a chance of a half. A choice: of 0 to 1.4, log 2 and more foretold best
+# which splits keep their headroom. Larger: more risks are taken.
+ASSUMED = float(np.log(2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,10 @@ class Trend:
     A peak is the highest of its phases' lines. `Envelope` bounds it whatever the phases are; where peaks so far lie on
     one line, the likeliest is that the same phase goes on. What was seen over a range of sizes holds over as wide
     a range once more with a chance of a half: so it is if where the next phase takes over is anywhere alike in
-    logarithms of size. Sizes that it takes to draw the line do not count as seen.
+    logarithms of size. Sizes that it takes to draw the line do not count as seen; for these there is `ASSUMED`.
 
-    Worked: GPU 0 held 1, 1.2, 1.4 and 1.6 GiB with micro-batches of 1, 2, 3 and 4. From 2 to 4 the line held, so with
-    5 it holds 1.8 GiB with a chance of ``log(4 / 2) / (log(4 / 2) + log(5 / 4)) = 0.76``.
+    Worked: GPU 0 held 1, 1.2, 1.4 and 1.6 GiB with micro-batches of 1, 2, 3 and 4. From 2 to 4 the line held, and
+    log 2 is assumed, so with 5 it holds 1.8 GiB with a chance of ``log(4) / (log(4) + log(5 / 4)) = 0.86``.
     """
 
     corners: FloatArray
@@ -37,11 +41,11 @@ class Trend:
     largest: FloatArray
     """(2,) the largest share, and micro-batch, on the line."""
     seen: FloatArray
-    """(2,) the logarithms of how many times as large as those that it takes to draw the line."""
+    """(2,) `ASSUMED`, and the logarithms of how many times as large as those that it takes to draw the line."""
 
     @classmethod
     def through(cls, readings: Sequence[Reading]) -> Trend | None:
-        """Through as many of the largest peaks as lie on one line; None where these confirm none."""
+        """Through as many of the largest peaks as lie on one line; None of fewer than two."""
         peaks: dict[tuple[float, float], list[int]] = {}
         for reading in readings:
             peaks.setdefault(reading.size, []).append(reading.peak_bytes)
@@ -51,6 +55,8 @@ class Trend:
         least = np.array([max(peaks[size]) for size in order], dtype=float)
 
         count, corners = _lines_through(sizes, most * (1 + REPEATABILITY), least * (1 - REPEATABILITY))
+        if count < 2:
+            return None
         for off in EXACT:
             on_line, exacter = _lines_through(sizes[:count], most[:count] * (1 + off), least[:count] * (1 - off))
             corners = exacter if on_line == count else corners
@@ -58,10 +64,8 @@ class Trend:
         rows = np.column_stack([np.ones(count), sizes[:count]])[::-1]
         rank = np.linalg.matrix_rank(rows)
         drawn = next((i for i in range(count) if np.linalg.matrix_rank(rows[:i]) == rank), count)
-        if drawn >= count:
-            return None
         largest, before = rows[:, 1:].max(axis=0), rows[:drawn, 1:].max(axis=0)
-        seen = np.log(np.maximum(largest, 1.0) / np.maximum(before, 1.0))
+        seen = ASSUMED + np.log(np.maximum(largest, 1.0) / np.maximum(before, 1.0))
         return cls(corners, largest, seen)
 
     def between(self, sizes: FloatArray) -> tuple[FloatArray, FloatArray]:

@@ -273,8 +273,9 @@ def test_what_demands_no_more_than_a_trial_that_ran_takes_no_further_segment() -
 
 
 def test_peaks_that_went_on_as_they_grew_likely_go_on() -> None:
-    """GPU 1 had 2 to 16 samples, all on one line: with 20 it is on it with a chance of 0.86, and not after an OOM.
+    """GPU 1 had 2 to 16 samples, all on one line: with 20 it is on it with a chance of 0.9, and not after an OOM.
 
+    The line leaves a twentieth of what is not known open, so it counts by that much less.
     Cards of as much as the line says for 20, and a thousandth more: that ran out of memory, so it did not go on.
     """
     problem = job([card_memory(is_first=True, parameters=1000), card_memory(parameters=1000)], B=128)
@@ -283,12 +284,14 @@ def test_peaks_that_went_on_as_they_grew_likely_go_on() -> None:
     ran = trials(problem, [split(128, 64 // s, s, s) for s in (2, 4, 8, 16)])
     seen = [on_cards_of(one, totals) for one in ran]
     told = interval(MemoryModel(seen, 2), wanted)
-    assert told.goes_on[0, 1] == pytest.approx(np.log(4) / np.log(5))
+    left_open = (told.trend_most - told.trend_least)[0, 1] / (told.foretold - told.sure)[0, 1]
+    assert 0.02 < left_open < 0.1
+    assert told.goes_on[0, 1] == pytest.approx(np.log(8) / np.log(10) * (1 - left_open))
     assert told.trend_least[0, 1] < truth_of(problem, [wanted])[0, 1] < told.trend_most[0, 1] < totals[1]
     smaller = job([card_memory(is_first=True, parameters=1000), card_memory(parameters=1000, total=2000)], B=128)
     failed = on_cards_of(trial(smaller, wanted), totals)
     assert failed.oom_devices == {1}
-    assert interval(MemoryModel([*seen, failed], 2), wanted).goes_on[0].tolist() == [1, 0]
+    assert interval(MemoryModel([*seen, failed], 2), wanted).goes_on[0] == pytest.approx([1, 0], abs=0.001)
 
 
 def test_just_below_what_ran_out_though_it_was_foretold_to_fit_nothing_is_sure() -> None:

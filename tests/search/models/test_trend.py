@@ -20,17 +20,26 @@ def sizes(*rows: tuple[float, float]) -> np.ndarray:
 
 
 def test_the_worked_example() -> None:
-    """1,000 to 1,600 MiB with micro-batches of 1 to 4, and no share: seen from 2 to 4."""
+    """1,000 to 1,600 MiB with micro-batches of 1 to 4, and no share: seen from 2 to 4, and a doubling assumed."""
     trend = Trend.through([reading(0, m, 800 + 200 * m) for m in (1, 2, 3, 4)])
     assert trend is not None
-    assert trend.chance(sizes((0, 5))) == pytest.approx([np.log(2) / (np.log(2) + np.log(5 / 4))])
-    assert trend.chance(sizes((0, 5))) == pytest.approx([0.76], abs=0.005)
+    assert trend.chance(sizes((0, 5))) == pytest.approx([np.log(4) / (np.log(4) + np.log(5 / 4))])
+    assert trend.chance(sizes((0, 5))) == pytest.approx([0.86], abs=0.005)
     assert np.ravel(trend.between(sizes((0, 5)))) / MIB == pytest.approx([1800, 1800], rel=REPEATABILITY)
 
 
-def test_two_peaks_draw_a_line_and_confirm_none() -> None:
-    assert Trend.through([reading(1, 0, 100), reading(4, 0, 130)]) is None
+def test_the_line_of_two_peaks_holds_at_twice_the_size_with_a_chance_of_a_half() -> None:
+    """And that of more with a larger one. One peak draws no line, nor do two of which the larger size held less."""
+    trend = Trend.through([reading(1, 0, 100), reading(4, 0, 130)])
+    assert trend is not None
+    assert trend.chance(sizes((8, 0))) == pytest.approx([0.5])
+    assert np.ravel(trend.between(sizes((8, 0)))) / MIB == pytest.approx([170, 170], rel=2 * REPEATABILITY)
+    confirmed = Trend.through([reading(1, 0, 100), reading(2, 0, 110), reading(4, 0, 130)])
+    assert confirmed is not None
+    assert confirmed.chance(sizes((8, 0))) == pytest.approx([2 / 3])
     assert Trend.through([]) is None
+    assert Trend.through([reading(1, 0, 100)]) is None
+    assert Trend.through([reading(1, 0, 130), reading(4, 0, 100)]) is None
 
 
 def test_of_a_size_that_never_varied_it_says_nothing() -> None:
@@ -46,9 +55,11 @@ def test_smaller_peaks_that_lie_off_the_line_do_not_count() -> None:
     rising = [reading(share, 0, 700 + 60 * share) for share in (8, 12, 16)]
     trend = Trend.through(flat + rising)
     assert trend is not None
-    assert trend.chance(sizes((32, 0))) == pytest.approx([np.log(16 / 12) / (np.log(16 / 12) + np.log(2))])
+    assert trend.chance(sizes((32, 0))) == pytest.approx([np.log(2 * 16 / 12) / (np.log(2 * 16 / 12) + np.log(2))])
     assert np.ravel(trend.between(sizes((32, 0)))) / MIB == pytest.approx([2620, 2620], rel=REPEATABILITY)
-    assert Trend.through(flat + rising[:2]) is None  # two peaks on the new line only draw it
+    drawn = Trend.through(flat + rising[:2])  # two peaks on the new line only draw it
+    assert drawn is not None
+    assert drawn.chance(sizes((24, 0))) == pytest.approx([0.5])
 
 
 @given(
