@@ -213,10 +213,11 @@ class MemoryModel:
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
         least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each
         idle = (sizes[:, 0] == 0) & (device > 0)
-        on_line, at_most, goes_on = self._trend(device, sizes, accumulates)
+        trend_least, trend_most, holds = self._trend(device, sizes, accumulates)
         # a line counts by how much less it leaves open than the bounds do
-        goes_on = goes_on * (1 - np.clip((at_most - on_line) / np.maximum(held - sure, 1.0), 0.0, 1.0))
-        told = np.stack([sure, least, held, most, flushed, surprise, least_part, on_line, at_most, goes_on])
+        left_open = np.clip((trend_most - trend_least) / np.maximum(held - sure, 1.0), 0.0, 1.0)
+        goes_on = holds * (1 - left_open)
+        told = np.stack([sure, least, held, most, flushed, surprise, least_part, trend_least, trend_most, goes_on])
         return np.where(idle, 0.0, told)
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
