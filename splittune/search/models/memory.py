@@ -124,8 +124,8 @@ class MemoryModel:
         self._readings = MemoryReadings(num_devices)
         self.margin = MOST_MARGIN
         """How many times the growth that no trial has shown is added to `Interval.most`."""
-        self._jumped: set[tuple[int, bool]] = set()
-        """Device and kind of step of what ran out of memory though it was foretold to fit."""
+        self._jumped: set[int] = set()
+        """Devices that ran out of memory though they were foretold to fit."""
         self._hands_back = True
         """Whether no device has run out of memory that its allocator was to have handed back: in pieces it cannot."""
         self._num_surprises = 0
@@ -204,7 +204,7 @@ class MemoryModel:
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
         # somewhere beyond what ran it jumped, and nothing tells where
-        if any(one in self._readings.alike(device) and kind >= accumulates for one, kind in self._jumped):
+        if not self._jumped.isdisjoint(self._readings.alike(device)):
             is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
             too_much = np.where(is_seen, 0.0, self.budget_bytes[device] + 1.0)
             most, flushed = np.maximum(most, too_much), np.maximum(flushed, too_much)
@@ -365,8 +365,7 @@ class MemoryModel:
         self.errors.append(float(errors.max()))
         self._hands_back &= has_run or self.errors[-1] <= 0
         if not has_run:
-            fitted = (i for i in trial.oom_devices if told.foretold[0, i] <= self.budget_bytes[i])
-            self._jumped |= {(i, split.accumulation_steps > 1) for i in fitted}
+            self._jumped |= {i for i in trial.oom_devices if told.foretold[0, i] <= self.budget_bytes[i]}
         enough, excess = self._beyond_foretold(held, split, has_run=has_run)
         self._num_surprises += excess > SLACK
         if not has_run:

@@ -63,7 +63,7 @@ class Trend:
         # the smallest first: what it takes to draw the line
         rows = np.column_stack([np.ones(count), sizes[:count]])[::-1]
         rank = np.linalg.matrix_rank(rows)
-        drawn = next((i for i in range(count) if np.linalg.matrix_rank(rows[:i]) == rank), count)
+        drawn = next(i for i in range(2, count + 1) if np.linalg.matrix_rank(rows[:i]) == rank)
         largest, before = rows[:, 1:].max(axis=0), rows[:drawn, 1:].max(axis=0)
         seen = ASSUMED + np.log(np.maximum(largest, 1.0) / np.maximum(before, 1.0))
         return cls(corners, largest, seen)
@@ -77,8 +77,7 @@ class Trend:
         """(N,) probability that the line still holds at `sizes`, (N, 2)."""
         asked = np.log(np.maximum(sizes, 1.0) / np.maximum(self.largest, 1.0))
         asked = np.where((sizes > 0) & (self.largest == 0), np.inf, np.maximum(asked, 0.0))
-        chances = np.where(asked > 0, self.seen / np.maximum(self.seen + asked, 1e-9), 1.0)
-        return np.asarray(chances.min(axis=1))
+        return np.asarray((self.seen / (self.seen + asked)).min(axis=1))
 
 
 def _lines_through(sizes: FloatArray, at_most: FloatArray, at_least: FloatArray) -> tuple[int, FloatArray]:
