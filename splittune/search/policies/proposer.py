@@ -27,7 +27,7 @@ POLICIES: tuple[Policy, ...] = (
     FindBaseline(min_fewer_steps=0.05),  # what the result is compared with
     SmallestLeft(),
     # before it ends: an OOM costs a trial then, and stands in no other's way
-    UpperConfidenceBound(oom_price=0.1, is_last=True),
+    UpperConfidenceBound(oom_price=0.25, is_last=True),
 )
 
 
