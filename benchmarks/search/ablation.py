@@ -35,7 +35,7 @@ from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
 from splittune.search import find_best_split, study
 from splittune.search.arrays import BoolArray, FloatArray
-from splittune.search.models import kinds, weighing
+from splittune.search.models import hypothesis_fit, kinds, weighing
 from splittune.search.models.busy_times import BusyTimes
 from splittune.search.models.calibration import Calibration
 from splittune.search.models.envelope import Envelope
@@ -65,9 +65,10 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("tiles", weighing, "TILES", ()),
     ("waiting for the host", weighing, "HOST_PARTS", ()),
     ("GPU 0's own work", BusyTimes, "_gpu0_per_sample_s", lambda _: 0.0),
-    ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, log: [(log, self._at(ratios)[1])]),
-    ("ratios as each kind alone says", WholeSteps, "_ratios_alone", lambda _: []),
+    ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, tile, log: [(log, self._at(ratios, tile=tile)[1])]),
+    ("ratios as each kind alone says", WholeSteps, "_ratios_alone", lambda *_: []),
     ("GPU 0's own work, without busy times", WholeSteps, "_with_work_of_gpu0", lambda *_: []),
+    ("a cold first trial", hypothesis_fit, "COLD", (0.0,)),
     ("fewer devices may be faster", Hypothesis, "optimistic_step_s", lambda self, *step: self.step_s(*step)),
     ("doubt of a kind", TimeModel, "_doubt_of_kind", lambda *asked: np.zeros(len(asked[-1]))),
     ("calibration", Calibration, "doubt", 1.0),

@@ -69,8 +69,7 @@ class TimeModel:
     """
 
     def __init__(self, trials: Sequence[JudgedTrial], kinds: Sequence[int] | None = None) -> None:
-        self._trials = StepTrials.of(trials, kinds)
-        self._hypotheses = fit_hypotheses(self._trials)
+        self._hypotheses, self._trials = fit_hypotheses(StepTrials.of(trials, kinds))
         self._weights = np.array([hypothesis.weight for hypothesis in self._hypotheses])
         self._residuals = self._trials.log_step_s - self._evaluate(self._trials.steps, self._trials.shards).log_s
         self._groups = self._interchangeable_groups()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,8 @@ class StepTrials:
     """Whether every trial has busy times."""
     kinds: tuple[int, ...]
     """A number for each device, the same for those that are taken to be alike."""
+    cold: float = 0.0
+    """So much longer, relative, the first took than it would now: its times are given without."""
 
     @classmethod
     def of(cls, trials: Sequence[JudgedTrial], kinds: Sequence[int] | None = None) -> StepTrials:
@@ -63,6 +65,17 @@ class StepTrials:
             kinds=totals_of(runs[0]) if kinds is None else tuple(kinds),
         )
 
+    def without_cold(self, cold: float) -> StepTrials:
+        """The same if the first took so much longer, relative: worked, 0.1 makes 1 s of the 1.1 s that it took."""
+        took = np.where(np.arange(len(self.steps)) == 0, 1.0 + cold, 1.0)
+        return replace(
+            self,
+            log_step_s=self.log_step_s - np.log(took),
+            micro_step_s=self.micro_step_s / took,
+            update_s=self.update_s / took,
+            cold=cold,
+        )
+
     @property
     def num_devices(self) -> int:
         return int(self.shards.shape[1])
@@ -70,7 +83,9 @@ class StepTrials:
     @property
     def busy_s(self) -> FloatArray:
         """(R, n) seconds of a micro-step in which each device worked, where `tells_busy`."""
-        return np.array([run.device_busy_s for run in self.runs], dtype=float)
+        busy_s = np.array([run.device_busy_s for run in self.runs], dtype=float)
+        busy_s[0] /= 1.0 + self.cold
+        return busy_s
 
     @property
     def totals(self) -> list[int]:

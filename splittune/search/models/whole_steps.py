@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import minimize_scalar
+from scipy.optimize import Bounds, minimize, minimize_scalar
 
 from splittune.search.arrays import FloatArray
 from splittune.search.choices import BELIEVED, PENALTY
@@ -42,13 +43,15 @@ GPU0_PARTS = tuple(np.geomspace(0.03, 1.5, 6))
 # Beside each of them every kind's ratio is sought anew, at so many times the likeliest without. A choice: what seemed
 # slow may be GPU 0's own work, and up to three times as fast.
 RATIO_CHANGES = tuple(np.geomspace(1 / 3, 3, 9))
+# What is sought between these is known to about this, in logarithms. A choice: less decides nothing.
+PRECISION = 0.01
 # What is constant in a micro-step is tried at these parts of the shortest one of a kind alone. A choice: the likeliest
 # is where ratios are sought from, so denser parts save few tries.
 FLOORS = tuple(np.linspace(0.0, 0.9, 10))
 # What further devices take is what a line leaves, whose knee is at one of these quantiles of the shares. A choice: the
 # curve that is fitted afterwards finds its own. More of them: each proposal takes longer.
 KNEES = (0.2, 0.4, 0.6, 0.8)
-# Of a micro-step, further devices are taken to cost at most this part: something is left for the work itself.
+# Of a micro-step, all else is taken to cost at most this part: something is left for the work itself.
 MOST_OVERHEAD = 0.9
 
 
@@ -66,13 +69,38 @@ class WholeSteps:
 
     trials: StepTrials
 
-    def hypotheses(self) -> list[Weighed]:
-        """The drawn, and beside them those with work of GPU 0."""
+    def forms(self) -> list[Hypothesis]:
+        """The likeliest ratios and tile, and then those with work of GPU 0, without a tile and with that one."""
         tried = self._sought()
-        ratios = _ratios(likeliest(tried))
-        tried += [self._at(each, tile=tile) for tile in self._tiles() for each in (ratios, np.ones_like(ratios))]
-        start, mass = likeliest(tried), float(np.logaddexp.reduce([log for log, _ in tried]))
-        return self._drawn(_ratios(start), start.curves[0].tile, mass) + self._with_work_of_gpu0(ratios)
+        without_tile = _ratios(likeliest(tried))
+        for tile in self._tiles():
+            ratios = (without_tile, np.ones_like(without_tile), *self._ratios_alone(tile))
+            tried += [self._at(each, tile=tile) for each in ratios]
+        best = likeliest(tried)
+        with_work = self._with_work_of_gpu0(without_tile, NO_TILE)
+        if (tile := best.curves[0].tile) != NO_TILE:
+            with_work += self._with_work_of_gpu0(_ratios(best), tile)
+        return [best, *(form for _, form in with_work)]
+
+    def hypotheses(self, forms: Sequence[Hypothesis]) -> list[Weighed]:
+        """What is drawn from the first of these forms on, and the others.
+
+        However many they are, these are together as likely as the likeliest of them: it makes none likelier that more
+        parts of GPU 0's work were tried than there are forms without.
+        """
+        (log, plain), *with_work = (self._fitted(form) for form in forms)
+        logs = np.array([log for log, _ in with_work])
+        more = float(np.logaddexp.reduce(logs) - logs.max(initial=-np.inf)) if len(logs) else 0.0
+        return self._drawn(_ratios(plain), plain.curves[0].tile, log) + [(log - more, own) for log, own in with_work]
+
+    def log_posterior(self, forms: Sequence[Hypothesis]) -> float:
+        """Of the likeliest of these forms."""
+        return max(self._fitted(form)[0] for form in forms)
+
+    def _fitted(self, form: Hypothesis) -> Weighed:
+        """Its ratios, tile, and part of GPU 0's work, with the curve that fits these trials best."""
+        curve = form.curves[0]
+        return self._at(_ratios(form), form.gpu0_per_sample_s / curve.slope_s, curve.tile)
 
     def _sought(self) -> list[Weighed]:
         """Ratios of each kind, sought one kind after the other, each beside the others' likeliest.
@@ -135,41 +163,64 @@ class WholeSteps:
             return np.where(one, ratios[other][0], np.where(other, ratios[one][0], ratios))
         return np.where(one, np.exp(rng.normal(0.0, rng.choice(RATIO_STEPS))), 1.0) * ratios
 
-    def _ratios_alone(self) -> list[FloatArray]:
+    def _ratios_alone(self, tile: Tile = NO_TILE) -> list[FloatArray]:
         """Ratios, (n,), by what each kind took alone: one for each of `FLOORS`; none where not two of them were.
 
-        Of a micro-step alone, t, a part c is constant, so a sample takes ``(t - c) / s``. Nothing tells c: worked,
-        20 ms and 35 ms for 10 samples are a ratio of 1.75 with a c of 0, and of 2.5 with 10 ms. It is 1 for a kind
+        Of a micro-step alone, t, a part c is constant, so a sample takes ``(t - c) / s``, where s samples fill a `tile`
+        up. Nothing tells c: worked, 20 ms and 35 ms for 10 samples are a ratio of 1.75 with a c of 0, and of 2.5 with
+        10 ms; if the 35 ms were for 1 sample, 17.5 and 25, and with tiles of 5 samples 3.5 and 5. It is 1 for a kind
         that was not alone.
         """
         trials, kinds = self.trials, np.array(self.trials.kinds)
         alone = np.array([kind_alone(shards, trials.kinds) for shards in trials.shards.tolist()], dtype=float)
         largest = trials.shards.max(axis=1)
+        filled = tile.filled(largest)
         times, sizes = np.full((2, trials.num_devices), np.nan)
         told = set(alone[~np.isnan(alone)].tolist())
         for kind in told:
             row = np.where(alone == kind, largest, 0.0).argmax()
-            times[kinds == kind], sizes[kinds == kind] = trials.micro_step_s[row], largest[row]
+            times[kinds == kind], sizes[kinds == kind] = trials.micro_step_s[row], filled[row]
         if len(told) < 2:
             return []
         samples_s = [(times - part * np.nanmin(times)) / sizes for part in FLOORS]
         return [np.nan_to_num(seconds / np.nanmin(seconds), nan=1.0) for seconds in samples_s]
 
-    def _with_work_of_gpu0(self, ratios: FloatArray) -> list[Weighed]:
+    def _with_work_of_gpu0(self, ratios: FloatArray, tile: Tile) -> list[Weighed]:
         """Where GPU 0 works on every sample of the micro-batch while the others work, beside ratios sought from these.
 
         Of shares in proportion nothing tells such work from slow devices. Worked: 2 samples on each of 3 others take
-        36 ms where each takes 18 ms, and where GPU 0 takes 6 ms for each of all 6.
+        36 ms where each takes 18 ms, and where GPU 0 takes 6 ms for each of all 6. Part and ratios of the likeliest are
+        sought further, by Powell's method.
         """
-        weighed = []
-        for part in GPU0_PARTS if self.trials.num_devices > 1 else ():
-            found = self._at(ratios, part)
-            for kind in self._kinds_of_unknown_speed():
+        if self.trials.num_devices == 1:
+            return []
+        kinds, weighed = self._kinds_of_unknown_speed(), []
+        for part in GPU0_PARTS:
+            found = self._at(ratios, part, tile)
+            for kind in kinds:
                 others = _ratios(found[1])
-                tried = [self._at(np.where(kind, change * others, others), part) for change in RATIO_CHANGES]
+                tried = [self._at(np.where(kind, change * others, others), part, tile) for change in RATIO_CHANGES]
                 found = max(tried, key=lambda pair: pair[0])
             weighed.append(found)
-        return weighed
+        place = int(np.argmax([log for log, _ in weighed]))
+        best, masks = _ratios(weighed[place][1]), np.array(kinds, dtype=float)
+
+        def near(logs: FloatArray) -> Weighed:
+            return self._at(best * np.exp(logs[1:] @ masks), GPU0_PARTS[place] * float(np.exp(logs[0])), tile)
+
+        def unlikely(logs: FloatArray) -> float:
+            return -near(logs)[0]
+
+        changes = np.log([GPU0_PARTS[1] / GPU0_PARTS[0], *[RATIO_CHANGES[1] / RATIO_CHANGES[0]] * len(kinds)])
+        likeliest_near = minimize(
+            unlikely,
+            np.zeros(len(changes)),
+            method="Powell",
+            bounds=Bounds(-changes, changes),
+            tol=PRECISION,
+            options={"maxiter": 2},
+        )
+        return [*weighed, near(likeliest_near.x)]
 
     def _tiles(self) -> list[Tile]:
         return [Tile(size, part) for size in sizes_of_tiles(self.trials) for part in TILE_PARTS]
@@ -182,7 +233,7 @@ class WholeSteps:
     def _at(self, ratios: FloatArray, gpu0_part: float = 0.0, tile: Tile = NO_TILE) -> Weighed:
         """With a single curve for all, at these ratios, (n,), so much of `GPU0_PARTS`, and this tile.
 
-        The curve is of what further devices leave of a micro-step.
+        The curve is of what other costs leave of a micro-step.
         """
         prior = self._log_prior(ratios) - PENALTY * (gpu0_part > 0) - 2 * PENALTY * (tile.part > 0)
         trials = self.trials
@@ -190,36 +241,40 @@ class WholeSteps:
         scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
         shares = scaled.max(axis=1)
         # of a single size the curve may take all: what is constant falls out of the comparison
-        curve = fit_curve(shares, trials.micro_step_s - self._further_devices_s(shares), trials.noise)
+        curve = fit_curve(shares, trials.micro_step_s - self._beside_s(shares), trials.noise)
         at_ratio = {ratio: replace(curve, ratio=float(ratio), tile=tile) for ratio in set(ratios.tolist())}
         curves = tuple(at_ratio[ratio] for ratio in ratios.tolist())
         return weigh(trials, curves, prior, gpu0_per_sample_s=gpu0_part * curve.slope_s)
 
-    def _further_devices_s(self, shares: FloatArray) -> FloatArray:
-        """(R,) seconds of a micro-step that may grow with the number of devices; 0 where trials had as many.
+    def _beside_s(self, shares: FloatArray) -> FloatArray:
+        """(R,) seconds of a micro-step that are no device's own work: what further devices and updates take.
 
         They are what a straight line leaves, or one with the best of a few knees where that is believed, as in
         `fit_curve`. Worked: a single device takes 20 ms for up to 100 samples and 34 ms for 170, and so do seven. By a
         straight line one sample takes less than 100: if one on each of seven took as long as 100 on one, the further
-        devices take the rest. By one with a knee they take nothing.
+        devices take the rest. By one with a knee they take nothing. Where whole steps alone were timed each micro-step
+        has a part of the update's.
         """
-        micro_s, further = self.trials.micro_step_s, self.trials.counts.active_devices - 1.0
-        if np.ptp(further) == 0:
-            return np.zeros(len(further))
+        trials, micro_s = self.trials, self.trials.micro_step_s
+        further, updates = trials.counts.active_devices - 1.0, (1 - trials.tells_micro_steps) / trials.steps
+        beside = np.column_stack([column for column in (further, updates) if np.ptp(column) > 0] or [0 * further])
 
-        def told(knee: float) -> tuple[float, float]:
-            """The squared relative error, and the seconds of each further device."""
+        def told(knee: float) -> tuple[float, FloatArray]:
+            """The squared relative error, and the seconds of each column of `beside`."""
             sizes = np.maximum(shares, knee)
-            matrix = np.column_stack([np.ones_like(sizes), sizes, further]) / micro_s[:, None]
+            matrix = np.column_stack([np.ones_like(sizes), sizes, beside]) / micro_s[:, None]
             solution = non_negative(matrix, np.ones_like(sizes))
-            return float(((matrix @ solution - 1.0) ** 2).sum()), float(solution[2])
+            return float(((matrix @ solution - 1.0) ** 2).sum()), solution[2:]
 
+        if not beside.any():
+            return beside[:, 0]
         error, each_s = told(0.0)
-        if error > len(shares) * self.trials.noise**2:
+        if error > len(shares) * trials.noise**2:
             quantiles = np.interp(KNEES, np.linspace(0.0, 1.0, len(shares)), np.sort(shares))
             bent = [told(knee) for knee in sorted(set(quantiles.tolist())) if knee < shares.max()]
-            each_s = min((pair for pair in bent if pair[0] < BELIEVED * error), default=(error, each_s))[1]
-        return np.asarray(np.minimum(each_s * further, MOST_OVERHEAD * micro_s))
+            believed = [pair for pair in bent if pair[0] < BELIEVED * error]
+            each_s = min(believed, key=lambda pair: pair[0], default=(error, each_s))[1]
+        return np.asarray(np.minimum(beside @ each_s, MOST_OVERHEAD * micro_s))
 
     def _kinds_and_the_rest(self) -> list[NDArray[np.bool_]]:
         """Those of `_kinds_of_unknown_speed`, and where there are several the devices of none of them.

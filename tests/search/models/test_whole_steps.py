@@ -90,7 +90,7 @@ def test_without_busy_times_what_takes_as_long_for_few_samples_is_not_held_to_be
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.1)
 
 
-@pytest.mark.parametrize("gpu0_part", [0.2, 1.0])
+@pytest.mark.parametrize("gpu0_part", [0.1, 0.2, 0.4, 1.0])
 def test_without_busy_times_what_gpu0_works_on_the_whole_micro_batch_is_found(gpu0_part: float) -> None:
     """Cards of one speed, 2 ms a sample; while the others work GPU 0 works on each sample of the micro-batch, too."""
 
@@ -107,7 +107,7 @@ def test_without_busy_times_what_gpu0_works_on_the_whole_micro_batch_is_found(gp
     tried = [even(B, 8, 3), even(B, 2, 3), *alone, split(B, 2, 4, 14, 14), split(B, 4, 6, 5, 5)]
     model = TimeModel([measured(one) for one in tried], kinds=(0, 1, 1))
     wanted = [split(B, 1, gpu0, (B - gpu0) // 2, (B - gpu0) // 2) for gpu0 in (0, 8, 16, 24, 30)]
-    assert predicted(model, *wanted) == pytest.approx([step_s(one) for one in wanted], rel=0.08)
+    assert predicted(model, *wanted) == pytest.approx([step_s(one) for one in wanted], rel=0.03)
 
 
 def test_without_busy_times_what_cards_take_that_nothing_told_apart_is_within_its_doubt() -> None:
@@ -144,6 +144,20 @@ def test_without_busy_times_each_card_fills_tiles_of_its_own_share() -> None:
     tried += [split(96, 2, 33, 15), split(96, 2, 40, 8), split(96, 2, 31, 17)]
     wanted = [split(96, 1, 72, 24), split(96, 1, 71, 25), split(96, 3, 23, 9), split(96, 3, 15, 17)]
     model = TimeModel(trials(problem, tried), kinds=range(2))
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
+
+
+def test_without_busy_times_tiles_are_found_beside_the_ratios_of_kinds_alone() -> None:
+    """Card 2 alone takes 5 ms for 1 sample, 9 for 8 and 13 for 10, the slow ones 9.8 ms for 1: of tiles of 4, in which
+    they take 2.2 times as long. By what is sought without tiles they take far longer, beside which no tile helps.
+    """
+    times = [CardTime(launch_s=0.001, sample_s=0.001 * r, tile=4, tile_weight=1.0) for r in (2.2, 2.2, 1, 2.2)]
+    memories = [card_memory(is_first=i == 0, total=(i + 1) * 10**6) for i in range(4)]
+    problem = job(memories, B=59, times=times, shares="each", tells_busy=False)
+    tried = [even(59, 15, 4), even(59, 10, 4), *(split(59, 59, *np.eye(4, dtype=int)[i].tolist()) for i in range(4))]
+    tried += [split(59, 6, 0, 0, 10, 0), split(59, 6, 0, 0, 8, 2), split(59, 5, 0, 2, 9, 1), split(59, 8, 0, 0, 8, 0)]
+    wanted = [split(59, 15, 0, 0, 4, 0), split(59, 4, 0, 3, 12, 0), split(59, 5, 0, 0, 12, 0)]
+    model = TimeModel(trials(problem, tried), kinds=range(4))
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
 
 
