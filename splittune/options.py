@@ -22,7 +22,7 @@ from splittune.split.space import Shares
 
 logger = logging.getLogger(__name__)
 
-# The guided search ends by itself after 7 trials in the median, and in 19 of 20 searches after 14 at most
+# The guided search ends by itself after 7 trials in the median, and in 19 of 20 searches after 15 at most
 # (benchmarks/README.md): a higher limit costs the others nothing.
 DEFAULT_MAX_TRIALS = 32
 # A choice. Allocation patterns shift a little over days of training; what this keeps free is cheap
