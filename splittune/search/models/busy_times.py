@@ -14,7 +14,7 @@ from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.least_squares import non_negative
 from splittune.search.models.step_trials import StepTrials
-from splittune.search.models.weighing import Weighed, likeliest, sizes_of_tiles, weigh
+from splittune.search.models.weighing import Weighed, sizes_of_tiles, weigh
 
 # A divisor in place of 0 seconds.
 LEAST_SECONDS = 1e-12
@@ -26,11 +26,7 @@ class BusyTimes:
 
     trials: StepTrials
 
-    def forms(self) -> list[Hypothesis]:
-        """The likeliest hypothesis: no form is sought, since busy times tell it."""
-        return [likeliest(self.hypotheses([]))]
-
-    def hypotheses(self, forms: Sequence[Hypothesis]) -> list[Weighed]:
+    def forms(self) -> list[Weighed]:
         """Curves without tiles and, where shares took what these do not explain, with tiles of each size.
 
         What GPU 0 works on the whole micro-batch, where there is such work, may be in its curve, or
@@ -44,9 +40,13 @@ class BusyTimes:
             weighed += self._of_busy_times(less) + self._of_busy_times(less, per_sample_s)
         return weighed
 
-    def log_posterior(self, forms: Sequence[Hypothesis]) -> float:
-        """Of the likeliest hypothesis: all are quickly fitted anew."""
-        return max(log for log, _ in self.hypotheses(forms))
+    def fitted(self, forms: Sequence[Hypothesis]) -> list[Weighed]:
+        """The forms of these trials, whatever those of others are: busy times tell them."""
+        return self.forms()
+
+    def hypotheses(self, fitted: list[Weighed]) -> list[Weighed]:
+        """The same: nothing is left to draw."""
+        return fitted
 
     def _of_busy_times(self, busy_s: FloatArray, gpu0_per_sample_s: float = 0.0) -> list[Weighed]:
         def of(curves: tuple[Curve, ...], log_prior: float = 0.0) -> list[Weighed]:

@@ -11,7 +11,7 @@ from splittune.search.choices import PENALTY
 from splittune.search.models.busy_times import BusyTimes
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.step_trials import StepTrials
-from splittune.search.models.weighing import weigh
+from splittune.search.models.weighing import Weighed, weigh
 from splittune.search.models.whole_steps import WholeSteps
 
 # A hypothesis with less than this part of the largest posterior weight is forgotten. A choice that
@@ -33,14 +33,16 @@ def fit_hypotheses(trials: StepTrials) -> tuple[list[Hypothesis], StepTrials]:
     without tiles it takes others to explain the rest; that it was cold, by 14 %, leaves nothing to explain.
     """
     model = BusyTimes if trials.tells_busy else WholeSteps
-    forms = model(trials).forms()
-    if _unexplained(trials, forms) > PENALTY:  # nothing can be likelier by more
+    fitted = model(trials).forms()
+    if _unexplained(trials, fitted) > PENALTY:  # nothing can be likelier by more
         warm = model(trials.without_cold(LIKELY_COLD)).forms()
-        told = {cold: model(trials.without_cold(cold)).log_posterior([*forms, *warm]) for cold in (0.0, *COLD)}
+        both = [form for _, form in [*fitted, *warm]]
+        told = {cold: max(log for log, _ in model(trials.without_cold(cold)).fitted(both)) for cold in (0.0, *COLD)}
         cold = max(COLD, key=lambda one: told[one])
         if told[cold] - PENALTY > told[0.0]:
-            trials, forms = trials.without_cold(cold), warm
-    weighed = model(trials).hypotheses(forms)
+            trials = trials.without_cold(cold)
+            fitted = model(trials).fitted([form for _, form in warm])
+    weighed = model(trials).hypotheses(fitted)
     logs = np.array([log_posterior for log_posterior, _ in weighed])
     weights = np.exp(logs - logs.max())
     weights[weights < LEAST_WEIGHT] = 0.0
@@ -49,6 +51,6 @@ def fit_hypotheses(trials: StepTrials) -> tuple[list[Hypothesis], StepTrials]:
     return [replace(hypothesis, weight=float(weight)) for weight, (_, hypothesis) in pairs if weight], trials
 
 
-def _unexplained(trials: StepTrials, forms: Sequence[Hypothesis]) -> float:
+def _unexplained(trials: StepTrials, forms: Sequence[Weighed]) -> float:
     """What the likeliest of these forms lacks in log likelihood to one that explains all that the trials took."""
-    return -max(weigh(trials, form.curves, gpu0_per_sample_s=form.gpu0_per_sample_s)[0] for form in forms)
+    return -max(weigh(trials, form.curves, gpu0_per_sample_s=form.gpu0_per_sample_s)[0] for _, form in forms)

@@ -69,38 +69,36 @@ class WholeSteps:
 
     trials: StepTrials
 
-    def forms(self) -> list[Hypothesis]:
+    def forms(self) -> list[Weighed]:
         """The likeliest ratios and tile, and then those with work of GPU 0, without a tile and with that one."""
         tried = self._sought()
         without_tile = _ratios(likeliest(tried))
         for tile in self._tiles():
             ratios = (without_tile, np.ones_like(without_tile), *self._ratios_alone(tile))
             tried += [self._at(each, tile=tile) for each in ratios]
-        best = likeliest(tried)
+        best = max(tried, key=lambda pair: pair[0])
         with_work = self._with_work_of_gpu0(without_tile, NO_TILE)
-        if (tile := best.curves[0].tile) != NO_TILE:
-            with_work += self._with_work_of_gpu0(_ratios(best), tile)
-        return [best, *(form for _, form in with_work)]
+        if (tile := best[1].curves[0].tile) != NO_TILE:
+            with_work += self._with_work_of_gpu0(_ratios(best[1]), tile)
+        return [best, *with_work]
 
-    def hypotheses(self, forms: Sequence[Hypothesis]) -> list[Weighed]:
+    def fitted(self, forms: Sequence[Hypothesis]) -> list[Weighed]:
+        """Their ratios, tiles, and parts of GPU 0's work, with the curves that fit these trials best."""
+        return [
+            self._at(_ratios(form), form.gpu0_per_sample_s / form.curves[0].slope_s, form.curves[0].tile)
+            for form in forms
+        ]
+
+    def hypotheses(self, fitted: list[Weighed]) -> list[Weighed]:
         """What is drawn from the first of these forms on, and the others.
 
         However many they are, these are together as likely as the likeliest of them: it makes none likelier that more
         parts of GPU 0's work were tried than there are forms without.
         """
-        (log, plain), *with_work = (self._fitted(form) for form in forms)
+        (log, plain), *with_work = fitted
         logs = np.array([log for log, _ in with_work])
         more = float(np.logaddexp.reduce(logs) - logs.max(initial=-np.inf)) if len(logs) else 0.0
         return self._drawn(_ratios(plain), plain.curves[0].tile, log) + [(log - more, own) for log, own in with_work]
-
-    def log_posterior(self, forms: Sequence[Hypothesis]) -> float:
-        """Of the likeliest of these forms."""
-        return max(self._fitted(form)[0] for form in forms)
-
-    def _fitted(self, form: Hypothesis) -> Weighed:
-        """Its ratios, tile, and part of GPU 0's work, with the curve that fits these trials best."""
-        curve = form.curves[0]
-        return self._at(_ratios(form), form.gpu0_per_sample_s / curve.slope_s, curve.tile)
 
     def _sought(self) -> list[Weighed]:
         """Ratios of each kind, sought one kind after the other, each beside the others' likeliest.
