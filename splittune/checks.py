@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from numbers import Real
+from numbers import Integral, Real
 from reprlib import repr as short_repr
 from typing import Any
 
@@ -43,7 +43,10 @@ def check_str(what: str, value: object) -> None:
 
 
 def positive_or_none(what: str, value: object) -> float | None:
-    """`value` as a float, or None where it is None; anything but a finite number above 0 is refused."""
+    """`value` as a float, or None where it is None; anything but a finite number above 0 is refused.
+
+    So is an integer that no float equals, ``2**53 + 1``: it would be another number without a word.
+    """
     if value is None:
         return None
     message = f"{what} is {short_repr(value)}: expected a finite number above 0, or None where it was not measured."
@@ -55,4 +58,6 @@ def positive_or_none(what: str, value: object) -> float | None:
         raise ConfigError(message) from None
     if not 0 < number < math.inf:
         raise ConfigError(message)
+    if isinstance(value, Integral) and int(number) != int(value):
+        raise ConfigError(f"{what} is {short_repr(value)}: no float is this integer. The nearest one is {number!r}.")
     return number

@@ -67,6 +67,13 @@ def test_a_number_that_is_not_finite_and_above_0_is_refused(value: Any) -> None:
         positive_or_none("rate", value)
 
 
+def test_an_integer_that_no_float_equals_is_refused() -> None:
+    """As a float it would be another number: 2^53 + 1 lies between two of them."""
+    with pytest.raises(ConfigError, match=r"^rate is 9007199254740993: no float .* nearest one is 9007199254740992\.0"):
+        positive_or_none("rate", 2**53 + 1)
+    assert positive_or_none("rate", 2**53 + 2) == 2**53 + 2
+
+
 @pytest.mark.parametrize(
     ("limits", "said"),
     [

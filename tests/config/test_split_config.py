@@ -451,6 +451,7 @@ json_values = st.recursive(
 @example(place=("split", "shard_sizes", 1), value=5.0, action="replace")
 @example(place=("split", "accumulation_steps"), value=True, action="replace")
 @example(place=("devices", 0, "total_bytes"), value=1e10, action="replace")
+@example(place=("throughput_samples_per_s",), value=2**53 + 1, action="replace")
 def test_a_mutated_file_is_loaded_as_it_is_or_refused(
     place: tuple[Any, ...], value: Any, action: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
