@@ -263,7 +263,8 @@ class MemoryModel:
                     Slopes(most_slope, MOST_AT_PEAK * most.micro_batch),
                 )
                 envelope = self._fit_group(group, accumulates, bounds, most_rest)
-                most_rest = envelope.rest
+                # without earlier gradients less may rest, by as much as parameters take
+                most_rest = envelope.rest if readings.knows(group, False) else RESTING_FRACTION * envelope.rest
                 self._envelopes |= {(device, accumulates): envelope for device in group}
                 own_least, own_most = envelope.slopes
                 most_slope = min(most_slope, own_most * (1 + TOLERANCE))
