@@ -15,7 +15,7 @@ from splittune.search.models.curves import MOST_IN_TILES, NO_TILE, Tile, fit_cur
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
 from splittune.search.models.least_squares import non_negative
-from splittune.search.models.step_trials import StepTrials
+from splittune.search.models.step_trials import MOST_OVERHEAD, StepTrials
 from splittune.search.models.weighing import Weighed, likeliest, sizes_of_tiles, weigh
 
 # How many samples of one kind of device take as long as one of another: where the likeliest are sought. A choice,
@@ -51,8 +51,6 @@ FLOORS = tuple(np.linspace(0.0, 0.9, 10))
 # What further devices take is what a line leaves, whose knee is at one of these quantiles of the shares. A choice: the
 # curve that is fitted afterwards finds its own. More of them: each proposal takes longer.
 KNEES = (0.2, 0.4, 0.6, 0.8)
-# Of a micro-step, all else is taken to cost at most this part: something is left for the work itself.
-MOST_OVERHEAD = 0.9
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.choices import LEAST_NOISE
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.step_trials import StepTrials
+from splittune.split import BatchSplit
 from tests.search.problem import even, job, split, trials
 
 B = 64
@@ -55,3 +56,39 @@ def test_an_update_tells_by_itself_from_three_micro_steps_on() -> None:
     assert told.tells_updates.tolist() == [0, 0, 1, 1]
     whole = replace(ran[3].measurement, micro_step_times_s=(), update_times_s=(), whole_step_times_s=(1.0,))
     assert StepTrials.of([JudgedTrial(measurement=whole)]).tells_updates.tolist() == [0]
+
+
+def timed(steps: int, shards: tuple[int, ...], micro_step_s: float, update_s: float) -> JudgedTrial:
+    """A trial that took as long each time."""
+    batch = BatchSplit(global_batch_size=sum(shards) * steps, accumulation_steps=steps, shard_sizes=shards)
+    measured = Measurement(
+        split=batch, outcome=Outcome.OK, micro_step_times_s=(micro_step_s,) * 3, update_times_s=(update_s,) * 3
+    )
+    return JudgedTrial(measurement=measured)
+
+
+def test_what_is_copied_once_a_step_is_no_work_of_a_single_micro_step() -> None:
+    """Updates at 4 steps say how long it takes; a step takes as long as it did, and GPU 0 alone copies nothing."""
+    ran = [timed(1, (4, 4), 0.280, 0.026), timed(4, (1, 1), 0.060, 0.079), timed(1, (8, 0), 0.280, 0.026)]
+    told = StepTrials.of(ran)
+    assert told.micro_step_s == pytest.approx([0.227, 0.060, 0.280])
+    assert told.update_s == pytest.approx([0.079, 0.079, 0.026])
+    assert told.tells_updates.tolist() == [1, 1, 0]
+    assert np.exp(told.log_step_s) == pytest.approx([0.306, 0.319, 0.306])
+
+
+def test_what_is_copied_is_told_by_updates_of_as_many_devices() -> None:
+    """Those of two devices count for two, and for three, of which none tell it; what is noise is nothing."""
+    ran = [timed(2, (0, 2, 2), 0.2, 0.02), timed(4, (0, 1, 1), 0.1, 0.06), timed(8, (1, 1, 0), 0.1, 0.04)]
+    assert StepTrials.of(ran).update_s == pytest.approx([0.06, 0.06, 0.04])
+    assert StepTrials.of(ran).micro_step_s == pytest.approx([0.18, 0.1, 0.1])
+    assert StepTrials.of([ran[0], ran[2]]).micro_step_s == pytest.approx([0.19, 0.1])
+    near = timed(4, (0, 1, 1), 0.1, 0.0203)
+    assert StepTrials.of([ran[0], near]).micro_step_s == pytest.approx([0.2, 0.1])
+
+
+def test_something_is_left_of_a_micro_step_whatever_is_copied() -> None:
+    """An update that took a second once, for whatever reason, leaves a tenth; a whole step alone is left as it is."""
+    whole = Measurement(split=even(8, 1, 2), outcome=Outcome.OK, whole_step_times_s=(0.2,))
+    ran = [timed(1, (4, 4), 0.2, 0.02), timed(4, (1, 1), 0.1, 1.0), JudgedTrial(measurement=whole)]
+    assert StepTrials.of(ran).micro_step_s == pytest.approx([0.02, 0.1, 0.2])
