@@ -115,9 +115,7 @@ def _micro_step_s(run: Measurement) -> float:
     return step_s / run.split.accumulation_steps if run.micro_step_time_s is None else run.micro_step_time_s
 
 
-def _longer_updates_s(
-    update_s: FloatArray, tells: NDArray[np.bool_], shards: FloatArray, noise: float
-) -> FloatArray:
+def _longer_updates_s(update_s: FloatArray, tells: NDArray[np.bool_], shards: FloatArray, noise: float) -> FloatArray:
     """(R,) by how many seconds updates take longer where they do tell what is copied once a step; 0 if that is noise.
 
     It is those of as many devices beside GPU 0 that tell it, or else of any. Where they do not tell it, it was timed

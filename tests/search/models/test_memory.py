@@ -240,8 +240,8 @@ def test_a_single_step_rests_on_no_more_than_those_that_accumulate() -> None:
 
 
 def test_without_earlier_gradients_half_as_much_may_rest() -> None:
-    """No trial told what rests, or ran with a single step. Two sizes with 800 MiB beside the samples leave 400 to 800 of
-    them to a single step, which takes 400: it may fit where that is what is free."""
+    """No trial told what rests, or ran with a single step. Two sizes with 800 MiB beside the samples leave 400 to 800
+    of them to a single step, which takes 400: it may fit where that is what is free."""
     problem = job([card_memory(parameters=400, stays=1.0, is_first=i == 0) for i in range(2)], B=B)
     tried = [
         JudgedTrial.of(without_optional_readings(problem.measure(one)), 0) for one in (even(B, 16, 2), even(B, 8, 2))
