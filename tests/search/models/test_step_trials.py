@@ -78,7 +78,7 @@ def test_what_is_copied_once_a_step_is_no_work_of_a_single_micro_step() -> None:
 
 
 def test_what_is_copied_is_told_by_updates_of_as_many_devices() -> None:
-    """Those of two devices count for two, and for three, of which none tell it; what is noise is nothing."""
+    """With two devices beside GPU 0 others with two do, and where none has two one with one; noise is nothing."""
     ran = [timed(2, (0, 2, 2), 0.2, 0.02), timed(4, (0, 1, 1), 0.1, 0.06), timed(8, (1, 1, 0), 0.1, 0.04)]
     assert StepTrials.of(ran).update_s == pytest.approx([0.06, 0.06, 0.04])
     assert StepTrials.of(ran).micro_step_s == pytest.approx([0.18, 0.1, 0.1])
