@@ -40,9 +40,9 @@ class Reading:
     """Whether gradients of earlier micro-batches were held."""
     peak_bytes: int
     resting_bytes: int | None
-    """Held just before the forward; None where unknown."""
+    """Held just before the forward, but for what a loop keeps of the batch before; None where unknown."""
     saved_bytes: int | None
-    """What the forward left for the backward; None where unknown."""
+    """What the forward left for the backward, and the output that is kept; None where unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class MemoryReadings:
         return self._readings[key]
 
     def _read(self, device: int) -> list[Reading]:
-        readings = []
+        readings, kept_bytes = [], self._kept_bytes(device)
         for run in self.runs:
             split, memory = run.split, run.memory[device]
             if split.shard_sizes[device] == 0 and device > 0:
@@ -112,11 +112,27 @@ class MemoryReadings:
             accumulates = split.accumulation_steps > 1
             size = size_of(device, split)
             rest, live = memory.resting_bytes, memory.before_backward_bytes
+            rest = None if rest is None else max(0, rest - int(kept_bytes * max(size)))
             saved = None if rest is None or live is None else max(0, live - rest)
             readings.append(Reading(size, accumulates, memory.batch_peak_bytes, rest, saved))
             if memory.single_step_peak_bytes is not None and accumulates:
                 readings.append(Reading(size, False, memory.single_step_peak_bytes, None, None))
         return readings
+
+    def _kept_bytes(self, device: int) -> float:
+        """What rests more for each sample of the batch before: a loop keeps its output until the next is there.
+
+        As much as is beyond `REPEATABILITY`. Worked: 62 bytes rest after 2 samples, 68 after 8: 1 of each.
+        """
+        grown = [0.0]
+        for kind in (False, True):
+            of_kind = [run for run in self.runs if (run.split.accumulation_steps > 1) == kind]
+            rests = [(max(size_of(device, run.split)), run.memory[device].resting_bytes) for run in of_kind]
+            told = [(size, rest) for size, rest in rests if size and rest is not None]
+            (few, least), (many, most) = min(told, default=(0.0, 0)), max(told, default=(0.0, 0))
+            if many > few:
+                grown.append((most * (1 - REPEATABILITY) - least * (1 + REPEATABILITY)) / (many - few))
+        return max(grown)
 
     def knows(self, devices: Sequence[int], accumulates: bool) -> bool:
         """Whether a peak of that kind of step was read on one of `devices`."""
@@ -151,7 +167,9 @@ class MemoryReadings:
             held = [i for i in devices if i not in trial.oom_devices and split.shard_sizes[i]] if counts else []
             # what they held when another lacked memory
             at_least += [(*size_of(i, split), float(memory[i].peak_allocated_bytes)) for i in held]
-        return at_most, at_least, min(rests[True] or rests[False], default=None)
+        # gradients, taken off what rests where steps accumulate, are gone before a single one
+        telling = rests[True] or rests[False] if accumulates else rests[True] + rests[False]
+        return at_most, at_least, min(telling, default=None)
 
     def _no_emptier(self, devices: Sequence[int]) -> list[int]:
         """These devices, and those that hold no less with as many samples: for replicas GPU 0, on a card as large.
