@@ -114,6 +114,7 @@ class Network:
 class Replay:
     """Steps of training through a caching allocator, tensor by tensor: what each phase held at most.
 
+    The loop keeps its last output until the next one is there, as loops do, so a step rests on what came before.
     `peaks` has the five readings of a trial, by the names of `DeviceMemory`, and `reserved_bytes` what
     the card reserved at most, segments and all. On a card that is full the allocator hands its free segments back, and
     tries again; `ran` says whether that was enough.
@@ -141,6 +142,7 @@ class Replay:
         )
         self.reserved_bytes = 0
         self.ran = True
+        self.kept_output: list[Block] = []
         if is_first or share:
             try:
                 self._run()
@@ -182,7 +184,8 @@ class Replay:
             saved.append(self._take_all([share * num_bytes * layer.repeats for num_bytes in layer.saved_bytes]))
             self._give_all(workspace)
         gathered = self._take_all([self.micro_batch_size * self.network.output_bytes] * 2 if self.is_first else [])
-        self._give_all(gathered[:1])
+        self._give_all([*gathered[:1], *self.kept_output])
+        self.kept_output = gathered[1:]
         self._note("before_backward_bytes", self.allocator.allocated_bytes)
         gradients: list[Block] = []
         flowing: list[Block] = []
@@ -194,7 +197,7 @@ class Replay:
             flowing = following
             if held:
                 self._give_all([gradients.pop()])
-        self._give_all([*flowing, *gathered[1:]])
+        self._give_all(flowing)
         if self.is_first and not held and not share:
             gradients = self._take_all(self.network.parameter_sizes)
         return held or gradients
