@@ -56,9 +56,9 @@ class DeviceMemory:
     No gradients of earlier micro-batches are held then.
     """
     resting_bytes: int | None = None
-    """Most allocated just before a forward: parameters, gradients, optimizer state.
+    """Most allocated just before a forward: parameters, gradients, optimizer state; no batch size changes these.
 
-    No batch size changes it.
+    And the last output, which the loop keeps until the next one is there: that grows with the micro-batch.
     """
     before_backward_bytes: int | None = None
     """Most allocated just before a backward: what rests and the activations of the micro-batch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,10 @@ from splittune.report.ranks import each_sample_bytes, parts_of_ranks
 
 if TYPE_CHECKING:
     from splittune.config.data import Strategy
-    from splittune.hardware.base import DeviceMemory
     from splittune.profiling.measurement import Measurement
     from splittune.search import Trial
     from splittune.search.models.growth import Growth
+    from splittune.split import BatchSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,8 @@ class PartsOfTrials:
     Worked, in MiB: of 40 that no batch size changes, on a card on which 30 rest before a forward, a model of 10 and its
     gradients of 10, which wait there between micro-batches, leave 10 for the optimizer's state. Of the last 20 the
     gradients are 10, and 10 is whatever else is there at the peak. In ranks buckets as large as the gradients rest
-    there as well. Where no gradients wait, those that the backward pass makes are taken to be there: as many as there
+    there as well. A loop keeps its last output, too: of a card that rests on more after larger batches the least trial
+    tells. Where no gradients wait, those that the backward pass makes are taken to be there: as many as there
     is room for.
     """
 
@@ -58,11 +59,7 @@ class PartsOfTrials:
         parts = self._of_ranks(run) if self._in_ranks else self._of_replicas(run)
         if self._model is None:
             return parts
-        resting = self._resting(run)
-        return tuple(
-            self._with_state(part, memory, self._model, run.split.accumulation_steps > 1)
-            for part, memory in zip(parts, resting, strict=True)
-        )
+        return tuple(self._with_state(part, self._model, run.split) for part in parts)
 
     def _of_replicas(self, run: Measurement) -> tuple[MemoryParts, ...]:
         if run.loss_placement not in self._grown:
@@ -75,19 +72,28 @@ class PartsOfTrials:
             self._each[accumulates] = each_sample_bytes(self._trials, run)
         return parts_of_ranks(self._trials, run, each_bytes=self._each[accumulates])
 
-    def _resting(self, run: Measurement) -> Sequence[DeviceMemory]:
-        """Readings of the same split that know what rests on the cards, where there are any."""
-        runs = (run, *(trial.measurement for trial in self._trials if trial.measurement.split == run.split))
-        known = (one.memory for one in runs if one.memory and one.memory[0].resting_bytes is not None)
-        return next(known, run.memory)
-
-    def _with_state(self, part: MemoryParts, memory: DeviceMemory, model: ModelBytes, accumulates: bool) -> MemoryParts:
-        fixed, resting = part.fixed_bytes, memory.resting_bytes
+    def _with_state(self, part: MemoryParts, model: ModelBytes, split: BatchSplit) -> MemoryParts:
+        fixed, resting = part.fixed_bytes, self._resting_bytes(part.device, model)
         if fixed is None or resting is None:
             return part
         parameters, state = min(model.parameter_bytes, fixed), 0
-        waiting = model.gradient_bytes * (accumulates + self._in_ranks)
         if self._in_ranks or not part.device:  # else GPU 0 alone updates
-            state = max(0, min(resting - model.parameter_bytes - waiting, fixed - parameters))
+            state = max(0, min(resting - model.parameter_bytes, fixed - parameters))
+        waiting = self._waiting_bytes(part.device, model, split)
         gradients = min(max(waiting, model.gradient_bytes), fixed - parameters - state)
         return replace(part, parameter_bytes=parameters, optimizer_bytes=state, gradient_bytes=gradients)
+
+    def _resting_bytes(self, device: int, model: ModelBytes) -> int | None:
+        """Parameters and state: the least that rests without gradients in any trial, as a loop keeps outputs, too."""
+        told = [
+            memory.resting_bytes - self._waiting_bytes(device, model, run.split)
+            for run in (trial.measurement for trial in self._trials)
+            for memory in run.memory
+            if memory.device == device and memory.resting_bytes is not None
+        ]
+        return min(told, default=None)
+
+    def _waiting_bytes(self, device: int, model: ModelBytes, split: BatchSplit) -> int:
+        """Gradients that wait between micro-batches, of a card that has samples; and buckets as large, in ranks."""
+        is_held = split.accumulation_steps > 1 and split.shard_sizes[device] > 0
+        return model.gradient_bytes * (is_held + self._in_ranks)

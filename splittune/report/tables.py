@@ -175,7 +175,7 @@ def devices_table(
     | `micro_step_peak_bytes` | bytes | peak allocated in forward and backward alone |
     | `update_peak_bytes` | bytes | peak allocated in the optimizer's update alone |
     | `single_step_peak_bytes` | bytes | the same of a step of one micro-batch: no gradients wait |
-    | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes |
+    | `resting_bytes` | bytes | most allocated just before a forward: what no batch size changes, and the last output |
     | `before_backward_bytes` | bytes | most allocated just before a backward: the same and activations |
     | `share_bytes` | bytes | of the peak, derived: grows with the device's own share: activations |
     | `whole_batch_bytes` | bytes | derived: grows with the whole micro-batch: outputs and loss on GPU 0 |

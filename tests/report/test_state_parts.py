@@ -46,8 +46,16 @@ def test_what_rests_besides_parameters_and_waiting_gradients_is_the_optimizers()
     assert (first.parameter_bytes, first.optimizer_bytes) == (10 * MIB, 20 * MIB)
     assert (second.parameter_bytes, second.optimizer_bytes) == (10 * MIB, 0)
     assert (first.gradient_bytes, second.gradient_bytes) == (10 * MIB, 10 * MIB)
-    single = run(1, 6, 6)
-    assert PartsOfTrials(trials(*RUNS, single), "dp", MODEL).of(single)[0].optimizer_bytes == 30 * MIB
+    single = run(1, 6, 6, resting_mib=30)
+    assert PartsOfTrials(trials(*RUNS, single), "dp", MODEL).of(single)[0].optimizer_bytes == 20 * MIB
+
+
+def test_an_output_that_the_loop_keeps_is_none_of_the_optimizers() -> None:
+    """The larger the batch was, the more rests; and a card that had no sample holds no gradients either."""
+    kept = (run(2, 2, 4, resting_mib=41), run(2, 4, 8, resting_mib=42), run(1, 12, 24, resting_mib=36))
+    idle = run(2, 0, 6, resting_mib=31)
+    parts = PartsOfTrials(trials(*kept, idle), "dp", MODEL)
+    assert [parts.of(one)[0].optimizer_bytes for one in (*kept, idle)] == [21 * MIB] * 4
 
 
 def test_ranks_have_buckets_as_large_as_gradients_at_rest() -> None:
