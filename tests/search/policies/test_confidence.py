@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.search import physics
 from splittune.profiling.measurement import Outcome
+from splittune.search import find_best_split
 from splittune.search.candidates import acquisition
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.policies.confidence import UpperConfidenceBound
 from splittune.search.policies.proposer import POLICIES, Proposer, propose
 from tests.search.jobs import AFFINE
@@ -214,6 +217,39 @@ def test_a_search_does_not_end_with_the_one_split_that_ran() -> None:
     assert proposal is not None
     assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (2, 2, 2))
     assert "(-14." in proposal.reason
+
+
+def test_a_search_does_not_end_with_the_one_split_that_fits() -> None:
+    """A second one ran without headroom. A sample on each card likely lacks it, too: tried for what it may gain."""
+    memories = [
+        card_memory(is_first=True, parameters=420, sample=696, total=1716),
+        card_memory(parameters=420, sample=774, total=2440),
+    ]
+    times = [CardTime(launch_s=0.01, sample_s=0.005), CardTime(launch_s=0.01, sample_s=0.02)]
+    problem = job(memories, B=10, times=times, tells_busy=False)
+    state = state_after(problem, [split(10, 10, 0, 1), split(10, 5, 0, 2)])
+    assert [(one.ran, one.fits) for one in state.trials] == [(True, True), (True, False)]
+    proposal = propose(state, POLICIES)
+    assert proposal is not None
+    assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (1, 1))
+    assert problem.fits(proposal.split)
+
+
+def test_before_a_search_of_few_trials_ends_what_likely_fits_is_tried_for_what_it_tells() -> None:
+    """GPU 0 is 98 % full with 1 and with 2 samples, and nothing surely fits. That 3 do, for hardly any gain, tells
+    that samples do not fill it: 9 of them, in a single step, are a third faster."""
+    problem = physics.draw(770_279)
+    demands = problem.min_headroom_bytes
+    state = Proposer(problem.space(), demands).state(
+        [JudgedTrial.of(problem.measure(split(20, *one)), demands) for one in ((10, 1, 1), (4, 2, 3), (5, 2, 2))]
+    )
+    proposal = propose(state, POLICIES)
+    assert proposal is not None
+    assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (3, 4))
+    found = find_best_split(
+        problem.space(), problem.measure, confirm=problem.confirm, min_headroom_bytes=demands, seed=problem.seed
+    )
+    assert problem.throughput(found.best.split) == pytest.approx(problem.best_throughput)
 
 
 def test_before_a_search_ends_an_oom_costs_a_trial_and_no_more() -> None:
