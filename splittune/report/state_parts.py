@@ -51,6 +51,7 @@ class PartsOfTrials:
         self._model = model
         self._grown: dict[str, Growth] = {}
         self._each: dict[bool, float | None] = {}
+        self._resting: dict[int, int | None] = {}
 
     def of(self, run: Measurement) -> tuple[MemoryParts, ...]:
         """The parts of every card's peak; empty where memory was not read, or the steps did not run."""
@@ -73,27 +74,27 @@ class PartsOfTrials:
         return parts_of_ranks(self._trials, run, each_bytes=self._each[accumulates])
 
     def _with_state(self, part: MemoryParts, model: ModelBytes, split: BatchSplit) -> MemoryParts:
-        fixed, resting = part.fixed_bytes, self._resting_bytes(part.device, model)
+        if part.device not in self._resting:
+            self._resting[part.device] = self._resting_bytes(part.device, model)
+        fixed, resting = part.fixed_bytes, self._resting[part.device]
         if fixed is None or resting is None:
             return part
         parameters, state = min(model.parameter_bytes, fixed), 0
         if self._in_ranks or not part.device:  # else GPU 0 alone updates
             state = max(0, min(resting - model.parameter_bytes, fixed - parameters))
-        waiting = self._waiting_bytes(part.device, model, split)
-        gradients = min(max(waiting, model.gradient_bytes), fixed - parameters - state)
+        gradients = min(max(self._waiting_bytes(model, split), model.gradient_bytes), fixed - parameters - state)
         return replace(part, parameter_bytes=parameters, optimizer_bytes=state, gradient_bytes=gradients)
 
     def _resting_bytes(self, device: int, model: ModelBytes) -> int | None:
         """Parameters and state: the least that rests without gradients in any trial, as a loop keeps outputs, too."""
         told = [
-            memory.resting_bytes - self._waiting_bytes(device, model, run.split)
+            memory.resting_bytes - self._waiting_bytes(model, run.split)
             for run in (trial.measurement for trial in self._trials)
             for memory in run.memory
             if memory.device == device and memory.resting_bytes is not None
         ]
         return min(told, default=None)
 
-    def _waiting_bytes(self, device: int, model: ModelBytes, split: BatchSplit) -> int:
-        """Gradients that wait between micro-batches, of a card that has samples; and buckets as large, in ranks."""
-        is_held = split.accumulation_steps > 1 and split.shard_sizes[device] > 0
-        return model.gradient_bytes * (is_held + self._in_ranks)
+    def _waiting_bytes(self, model: ModelBytes, split: BatchSplit) -> int:
+        """Gradients that wait between micro-batches, on GPU 0 without samples, too; and buckets as large, in ranks."""
+        return model.gradient_bytes * ((split.accumulation_steps > 1) + self._in_ranks)
