@@ -48,6 +48,7 @@ RARE = 20
 # searches lost over a fifth, beside which nothing else could be told.
 LESS_COMPANY = 4
 KEPT = Path("runs/screening")
+SEARCHES = "search_screening_searches.csv.gz"
 LOST = {"regret more": "regret", "trials more": "num_trials", "later OOMs more": "num_later_oom"}
 """What a change may cost, and where `judged` tells it."""
 
@@ -119,16 +120,37 @@ def _lost(task: tuple[str, int, list[list[int]]]) -> list[dict[str, Any]]:
     rows = []
     for group in groups:
         own = judged(generator, seed, "", searched(*[all_variants()[place] for place in group], tells_all=True))
-        losses = {name: own[told] - itself[told] for name, told in LOST.items()}
+        losses = {name: round(own[told] - itself[told], 6) for name, told in LOST.items()}
         rows.append({"generator": generator, "seed": seed, "changes": " ".join(map(str, group)), **losses})
     return rows
+
+
+def _write(rows: pd.DataFrame, path: Path) -> None:
+    """As a CSV that is there whole or not at all; the same rows are the same bytes."""
+    unfinished = path.with_suffix(".unfinished")
+    packing = {"method": "gzip", "mtime": 0} if path.suffix == ".gz" else None
+    rows.to_csv(unfinished, index=False, compression=packing)
+    unfinished.replace(path)
+
+
+def _unpacked(searches: Path, kept: Path) -> None:
+    """The searches of an earlier run, as if they had been kept, a file for each problem."""
+    if not searches.exists():
+        return
+    every = pd.read_csv(searches, dtype={"code": str, "changes": str})
+    for (code, generator, seed), rows in every.groupby(["code", "generator", "seed"]):
+        file = kept / str(code) / f"{generator}-{seed}.csv"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _write(rows.drop(columns="code"), file)
 
 
 def _searched(
     problems: Sequence[tuple[str, int]], companies: Sequence[Company], processes: int, kept: Path
 ) -> pd.DataFrame:
     """A row for each search; problems that are kept, a file each, are not searched again."""
-    room = kept / fingerprint(companies)
+    code = fingerprint(companies)
+    room = kept / code
     room.mkdir(parents=True, exist_ok=True)
     files = {(generator, seed): room / f"{generator}-{seed}.csv" for generator, seed in problems}
     left = [problem for problem, file in files.items() if not file.exists()]
@@ -138,12 +160,9 @@ def _searched(
         tasks.append((name, seed, [group for company in companies for group in dealt(*company, rng)]))
     with Pool(processes) as pool:
         for number, rows in enumerate(pool.imap_unordered(_lost, tasks), len(problems) - len(left) + 1):
-            file = files[rows[0]["generator"], rows[0]["seed"]]
-            unfinished = file.with_suffix(".unfinished")
-            pd.DataFrame(rows).to_csv(unfinished, index=False)
-            unfinished.replace(file)
+            _write(pd.DataFrame(rows), files[rows[0]["generator"], rows[0]["seed"]])
             print(f"{number} of {len(problems)} problems", flush=True)
-    return pd.concat([pd.read_csv(file) for file in files.values()], ignore_index=True)
+    return pd.concat([pd.read_csv(file) for file in files.values()], ignore_index=True).assign(code=code)
 
 
 def _row(
@@ -238,14 +257,16 @@ def main(arguments: list[str] | None = None) -> None:
     pilot = [(name, seed) for name, found in drawn.items() for seed in found[: chosen.pilot]]
     # of all generators in turn, so that a run that was broken off has seen each
     further = [(name, found[chosen.pilot + i]) for i in range(chosen.problems) for name, found in drawn.items()]
+    _unpacked(chosen.out / SEARCHES, chosen.kept)
     alone = _searched(pilot, [(changes, 1)], chosen.processes, chosen.kept)
     ruinous, companies = parted(alone, chosen.at_once)
     rows = _searched(further, companies, chosen.processes, chosen.kept)
+    _write(pd.concat([alone, rows]), chosen.out / SEARCHES)
     apart = alone[alone.changes.astype(int).isin(ruinous)]
     table = [*told(rows), *(table_of(apart, alone=True) if len(apart) else [])]
-    found = pd.DataFrame(table).assign(first_seed=chosen.first_seed)
-    found.round(6).to_csv(chosen.out / "search_screening.csv", index=False)
-    print(found.round(4).to_string(index=False))
+    changed = pd.DataFrame(table).assign(first_seed=chosen.first_seed)
+    changed.round(6).to_csv(chosen.out / "search_screening.csv", index=False)
+    print(changed.round(4).to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from shutil import rmtree
 
 import numpy as np
 import pandas as pd
@@ -124,10 +125,17 @@ def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
     assert table["at once"][table.alone].eq(1).all()
     assert (table["regret more"][table.alone] > screening.RUINOUS).all()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
-    assert len(before) == 1 + 1 + 2  # the table, and each problem of the pilot and after it
+    assert len(before) == 2 + 1 + 2  # the table and all searches, and each problem of the pilot and after it
     screening.main(asked)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
     assert not re.search(r"of \d problems", capfd.readouterr().out)
+    # what was kept is lost, and the results are there
+    rmtree(tmp_path / "kept")
+    screening.main([*asked, "--problems", "3"])
+    assert capfd.readouterr().out.count(" problems\n") == 1
+    after = {path: path.read_bytes() for path in tmp_path.rglob("kept/*/*.csv")}
+    assert len(after) == 1 + 3
+    assert all(after[path] == told for path, told in before.items() if "kept" in path.parts)
 
 
 def test_problems_of_some_kinds_are_screened_alone(tmp_path: Path) -> None:
