@@ -10,6 +10,7 @@ import numpy as np
 from splittune.search.candidates.table import micro_batches
 from splittune.search.choices import LIKELY, MOST_UNLIKE
 from splittune.search.models.kinds import kind_alone, seconds_alone, separable_kinds
+from splittune.search.models.step_trials import totals_of
 from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit, SplitSpace, even_shards
 
@@ -21,7 +22,9 @@ class TellApart:
     A step takes as long as its slowest device, so without busy times splits over all devices show
     one kind alone, and shares cannot be balanced. Kinds are as `separable_kinds` tells them. Example: 3
     devices that fit 8, 9 and 9 samples are measured with 8 on the first, on the second, and on the third.
-    Devices that must have a share get the least.
+    Devices that must have a share get the least. Where one cannot hold what that leaves of a batch, those with as much
+    memory are measured together: they likely are one model. Example: of 38 samples each of 8 devices must have 2, and
+    none holds the 24 that are left; five with as much memory have 7, 7, 6, 6 and 6.
     """
 
     def propose(self, state: SearchState) -> Proposal | None:
@@ -32,13 +35,17 @@ class TellApart:
             return None
         least = max(1, MOST_UNLIKE * space.min_shard_size)
         share = max(least, *(min(trial.split.shard_sizes) for trial in state.trials if trial.fits))
-        told = {kind for kind, times_s in seconds_alone(kinds, state.trials).items() if times_s}
-        for kind in sorted(set(kinds) - told):
-            split = self._alone(space, kinds, kind, share)
-            if split is None or split not in space or not self._may_run(state, split):
-                continue
-            names = ", ".join(f"GPU {device}" for device, other in enumerate(kinds) if other == kind)
-            return Proposal(split=split, kind="tell apart", reason=f"{names} alone: how fast is that kind?")
+        sizes = totals_of(next(trial.measurement for trial in state.trials if trial.ran))
+        told: set[int] = set()
+        for numbers in (kinds, sizes) if space.shares == "each" else (kinds,):
+            alone = seconds_alone(numbers, state.trials)
+            told |= {device for device, kind in enumerate(numbers) if alone[kind]}
+            for kind in sorted(set(numbers) - {numbers[device] for device in told}):
+                split = self._alone(space, numbers, kind, share)
+                if split is None or split not in space or not self._may_run(state, split):
+                    continue
+                names = ", ".join(f"GPU {device}" for device, other in enumerate(numbers) if other == kind)
+                return Proposal(split=split, kind="tell apart", reason=f"{names} alone: how fast is that kind?")
         return None
 
     @staticmethod

@@ -71,6 +71,28 @@ def test_cards_that_must_take_part_get_the_least() -> None:
     assert raised.split == split(60, 15, 3, 1)
 
 
+def test_where_no_card_can_be_alone_those_of_one_size_are_measured_together() -> None:
+    """Of 29 samples six cards must have 2 each, and none holds the 19 that would be left to one by itself. Four of
+    12,000 MiB have 6 or 7 while two of 5,000 have 2; that is asked once."""
+    sizes = [12_000] * 4 + [5_000] * 2
+    memories = [card_memory(is_first=i == 0, sample=900, total=total) for i, total in enumerate(sizes)]
+    problem = job(memories, B=29, shares="each", tells_busy=False)
+    least, tried = replace(problem.space(), min_shard_size=2), [even(29, 2, 6)]
+
+    def wanted() -> Proposal | None:
+        state = state_after(problem, tried)
+        return TellApart().propose(replace(state, tables=replace(state.tables, space=least)))
+
+    together = wanted()
+    assert together is not None
+    assert together.reason.startswith("GPU 0, GPU 1, GPU 2, GPU 3 alone")
+    assert sorted(together.split.shard_sizes) == [2, 2, 6, 6, 6, 7]
+    assert together.split.shard_sizes[-2:] == (2, 2)
+    assert problem.fits(together.split)
+    tried.append(together.split)
+    assert wanted() is None
+
+
 def test_no_kind_is_given_more_than_an_even_split_had() -> None:
     """What fitted every card evenly fits it alone."""
     problem = job(2, B=60, tells_busy=False)
