@@ -312,7 +312,7 @@ class MemoryModel:
             rest = min(RESTING_FRACTION * smallest, most_rest)
         elif rest:
             # parameters rest, and gradients are as large: before a sample is, no more than these are held beside
-            without_samples = rest * (2 if accumulates else 3)
+            without_samples = (rest + self._readings.untold_bytes(devices)) * (2 if accumulates else 3)
             # what is held beyond that may be of samples, too: of layers that the backward computes again, say
             most = Slopes(*map(max, most, steepest_from(without_samples, at_most)))
             if without_samples < smallest and not begins_above(

@@ -40,7 +40,7 @@ class Reading:
     """Whether gradients of earlier micro-batches were held."""
     peak_bytes: int
     resting_bytes: int | None
-    """Held just before the forward, but for what a loop keeps of the batch before; None where unknown."""
+    """Held just before the forward, but for what a loop may keep of the batch before; None where unknown."""
     saved_bytes: int | None
     """What the forward left for the backward, and the output that is kept; None where unknown."""
 
@@ -104,7 +104,7 @@ class MemoryReadings:
         return self._readings[key]
 
     def _read(self, device: int) -> list[Reading]:
-        readings, kept_bytes = [], self._kept_bytes(device)
+        readings, kept_bytes, untold_bytes = [], self._kept_bytes(device), int(self.untold_bytes([device]))
         for run in self.runs:
             split, memory = run.split, run.memory[device]
             if split.shard_sizes[device] == 0 and device > 0:
@@ -114,6 +114,7 @@ class MemoryReadings:
             rest, live = memory.resting_bytes, memory.before_backward_bytes
             rest = None if rest is None else max(0, rest - int(kept_bytes * max(size)))
             saved = None if rest is None or live is None else max(0, live - rest)
+            rest = None if rest is None else max(0, rest - untold_bytes)
             readings.append(Reading(size, accumulates, memory.batch_peak_bytes, rest, saved))
             if memory.single_step_peak_bytes is not None and accumulates:
                 readings.append(Reading(size, False, memory.single_step_peak_bytes, None, None))
@@ -133,6 +134,25 @@ class MemoryReadings:
             if many > few:
                 grown.append((most * (1 - REPEATABILITY) - least * (1 + REPEATABILITY)) / (many - few))
         return max(grown)
+
+    def untold_bytes(self, devices: Sequence[int]) -> float:
+        """The most that a loop may keep on GPU 0 of the batch before, while trials of a single size do not tell it.
+
+        So it is 0 once sizes differ, see `_kept_bytes`; of other devices; and after a first trial, of which as much
+        more is held possible anyway. All that rests beside parameters and gradients may be outputs, or the optimizer's
+        state. These are as large as one another, and all that rests on a replica. Worked: 40 bytes rest, 16 on a
+        replica, and a step that accumulates holds 10 more than one that does not: up to ``40 - 2 x 10 = 20``.
+        """
+        sizes = [run.split.micro_batch_size for run in self.runs]
+        if 0 not in devices or len(sizes) < 2 or len(set(sizes)) > 1:
+            return 0.0
+        gradients = self.gradient_bytes([0])
+        rests = [
+            [memory.resting_bytes or 0 for memory in run.memory]
+            for run in self.runs
+            if run.split.accumulation_steps > 1 and run.memory[0].resting_bytes is not None
+        ]
+        return min((max(0.0, gpu0 - max(2 * gradients, *replicas, 0)) for gpu0, *replicas in rests), default=0.0)
 
     def knows(self, devices: Sequence[int], accumulates: bool) -> bool:
         """Whether a peak of that kind of step was read on one of `devices`."""

@@ -253,19 +253,20 @@ def test_without_earlier_gradients_half_as_much_may_rest() -> None:
     assert told.chance_below(1.02 * truth[0])[0] > 0
 
 
-def test_an_output_that_the_loop_keeps_grows_with_the_batch() -> None:
+@pytest.mark.parametrize("tried", [[even(B, 16, 2), even(B, 8, 2)], [even(B, 16, 2), split(B, 16, 0, 4)]])
+def test_an_output_that_the_loop_keeps_grows_with_the_batch(tried: list[BatchSplit]) -> None:
     """Of 40 MiB that a sample's output takes on GPU 0 the loop keeps 20 until the next forward is over: two sizes tell
-    that the bound on the third must not take them for parameters.
+    that the bound on the third must not take them for parameters; and of one that they may be none.
     """
     problem = job([card_memory(is_first=True, stays=1.0, sample=3, output=40), card_memory(stays=1.0, sample=3)], B=B)
 
-    def keeping(tried: BatchSplit) -> JudgedTrial:
-        gpu0, replica = problem.measure(tried).memory
+    def keeping(one: BatchSplit) -> JudgedTrial:
+        gpu0, replica = problem.measure(one).memory
         assert gpu0.resting_bytes is not None
-        kept = replace(gpu0, resting_bytes=gpu0.resting_bytes + 20 * MIB * tried.micro_batch_size)
-        return JudgedTrial(measurement=replace(problem.measure(tried), memory=(kept, replica)))
+        kept = replace(gpu0, resting_bytes=gpu0.resting_bytes + 20 * MIB * one.micro_batch_size)
+        return JudgedTrial(measurement=replace(problem.measure(one), memory=(kept, replica)))
 
-    model = MemoryModel([keeping(even(B, 16, 2)), keeping(even(B, 8, 2))], 2)
+    model = MemoryModel([keeping(one) for one in tried], 2)
     for one in (even(B, 4, 2), even(B, 2, 2), even(B, 1, 2), split(B, 1, 8, 56)):
         assert interval(model, one).foretold[0, 0] > 0.99 * truth_of(problem, [one])[0, 0]
 
