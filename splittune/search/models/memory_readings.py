@@ -135,16 +135,17 @@ class MemoryReadings:
                 grown.append((most * (1 - REPEATABILITY) - least * (1 + REPEATABILITY)) / (many - few))
         return max(grown)
 
-    def untold_bytes(self, devices: Sequence[int]) -> float:
+    def untold_bytes(self, devices: Sequence[int], *, least_runs: int = 2) -> float:
         """The most that a loop may keep on GPU 0 of the batch before, while trials of a single size do not tell it.
 
-        So it is 0 once sizes differ, see `_kept_bytes`; of other devices; and after a first trial, of which as much
-        more is held possible anyway. All that rests beside parameters and gradients may be outputs, or the optimizer's
-        state. These are as large as one another, and all that rests on a replica. Worked: 40 bytes rest, 16 on a
-        replica, and a step that accumulates holds 10 more than one that does not: up to ``40 - 2 x 10 = 20``.
+        So it is 0 once sizes differ, see `_kept_bytes`, and of other devices. All that rests beside parameters and
+        gradients may be outputs, or the optimizer's state. These are as large as one another, and all that rests on a
+        replica. Worked: 40 bytes rest, 16 on a replica, and a step that accumulates holds 10 more than one that does
+        not: up to ``40 - 2 x 10 = 20``. It is 0 of fewer than `least_runs`, too: after a first trial twice the growth
+        is held possible anyway, as long as there is any.
         """
         sizes = [run.split.micro_batch_size for run in self.runs]
-        if 0 not in devices or len(sizes) < 2 or len(set(sizes)) > 1:
+        if 0 not in devices or len(sizes) < least_runs or len(set(sizes)) > 1:
             return 0.0
         gradients = self.gradient_bytes([0])
         rests = [

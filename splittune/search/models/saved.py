@@ -30,6 +30,7 @@ def saved_slopes(readings: MemoryReadings, replicas: Sequence[int]) -> tuple[Slo
     """Least and most of what a forward leaves of a sample; 0 and infinite where no trial tells.
 
     A replica's samples are all its own, and those of GPU 0 are alike; what it has beyond is outputs of the micro-batch.
+    Those of the batch before, which the forward's replace, may have hidden them.
 
     Worked: 4 GiB rest on a replica, and it leaves 3 GiB for 2 samples. That is 0.5 to 1.5 a sample, ``(3 - 4 / 2) / 2``
     to ``3 / 2``, for copies of parameters may be among it. Then it leaves 6 GiB for 4: it made none, so 1.5.
@@ -45,7 +46,7 @@ def saved_slopes(readings: MemoryReadings, replicas: Sequence[int]) -> tuple[Slo
                 least = max(least, risen / (share - fewer))
     least = min(least, most)
     copied = min([copied, *(saved * (1 + REPEATABILITY) - least * share for share, _, saved, _ in points)])
-    least_output, most_output, untold = 0.0, np.inf, readings.untold_bytes([0])
+    least_output, most_output, untold = 0.0, np.inf, readings.untold_bytes([0], least_runs=1)
     for share, size, saved, rest in readings.saved([0]):
         own = most * share if share else 0.0
         beside = min(copied, COPIED_PART * rest) + own
