@@ -176,6 +176,11 @@ class SearchState:
         largest = max(max(trial.split.shard_sizes) for trial in self.trials if trial.ran)
         return np.asarray((table.shards <= MAX_GROWTH * max(1, largest)).all(axis=1))
 
+    def is_first_share(self, table: SplitTable) -> BoolArray:
+        """(N,) whether a device has a share that had none in any trial that ran."""
+        never = np.max([trial.split.shard_sizes for trial in self.trials if trial.ran], axis=0) == 0
+        return np.asarray((table.shards[:, never] > 0).any(axis=1))
+
     def throughput(self, scores: CandidateScores, row: int) -> float:
         """Samples per second predicted for a candidate."""
         return self.space.global_batch_size / float(np.exp(scores.times.log_s[row]))

@@ -31,8 +31,7 @@ class UpperConfidenceBound:
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
     may be as little as `most_lost` behind the best is measured, too, first what gives a device just more than any trial
     did: a logarithm of shares counts as one of time. Before a search ends, a risk that likely fits counts by its upper
-    confidence bound, too. And where one split alone fits, and nothing else is worth a trial, every risk does: that one
-    tells little of what others gain.
+    confidence bound, too, and so does one that gives a device its first share: nothing tells how fast that one is.
     """
 
     min_gain: float = 0.01
@@ -83,10 +82,9 @@ class UpperConfidenceBound:
         if worth.max() < self.min_gain and num_ran < self.min_trials:
             is_near = scores.surely_feasible & (bound > -self.most_lost)
             worth = np.where(is_near, 1.0 + bound + scores.just_beyond, -np.inf)
-        if worth.max() < self.min_gain and sum(trial.fits for trial in state.trials) == 1:
-            worth = self._worth(state, scores, fits * bound, price)
         if worth.max() < self.min_gain and num_ran < self.min_trials and self.is_last:
-            worth = np.where(fits >= LIKELY, self._worth(state, scores, fits * bound, price), -np.inf)
+            tells_much = (fits >= LIKELY) | state.is_first_share(scores.table)
+            worth = np.where(tells_much, self._worth(state, scores, fits * bound, price), -np.inf)
         row = int(worth.argmax())
         if worth[row] < self.min_gain:
             return None
