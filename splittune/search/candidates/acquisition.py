@@ -10,7 +10,7 @@ from scipy.special import ndtr
 from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.candidates.table import SplitTable
 from splittune.search.choices import LENGTHSCALE
-from splittune.search.models.memory import Interval
+from splittune.search.models.interval import Interval
 from splittune.search.models.step_time import StepTimes
 
 # So much faster than predicted, in logarithms of time, shares e times as large as any measured may be: libraries choose

@@ -13,6 +13,7 @@ from splittune.search.choices import TOLERANCE
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
 from splittune.search.models.envelope import Envelope, Points, begins_above, steepest_from
+from splittune.search.models.interval import SLACK, Interval
 from splittune.search.models.memory_readings import (
     QUANTUM_BYTES,
     REPEATABILITY,
@@ -24,9 +25,6 @@ from splittune.search.models.saved import MOST_AT_PEAK, Slopes, saved_slopes
 from splittune.search.models.trend import Trend
 from splittune.split import BatchSplit
 
-# What is foretold is that much above what peaks most likely are: limits within it are partly kept. It is what readings
-# and the line through them may be off, `REPEATABILITY` each.
-SLACK = 2 * REPEATABILITY
 # The margin is no more than this, and no less before a prediction was tested. A choice: growth that no trial has
 # shown is at most twice what is foretold, unless a device ran out of memory. Larger, and one surprise ends a search for
 # larger sizes; smaller, and more second trials run out of memory: algorithms take more than tensors do, which is seen
@@ -50,51 +48,14 @@ MOST_PART = 0.35
 FULL_ENOUGH = 0.25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """Peak reserved bytes of every device, (N, n) each."""
+@dataclass(frozen=True, slots=True)
+class _Jump:
+    """A device ran out of memory with a share with which it was foretold to fit."""
 
-    sure: FloatArray
-    """What surely grows with the sizes takes so much; it may be less than `least`."""
-    least: FloatArray
-    foretold: FloatArray
-    """At most, if predictions come true."""
-    most: FloatArray
-    """With the margin for what no trial has shown."""
-    most_after_cache_flush: FloatArray
-    """`most` once the allocator, running short, has handed back its free blocks: more is an OOM."""
-    surprise: FloatArray
-    """How often a peak exceeds `foretold`."""
-    least_part: FloatArray
-    """Of what is not known, which lies between `sure` and `foretold`, the part that it takes at least."""
-    trend_least: FloatArray
-    trend_most: FloatArray
-    """If peaks go on as they grew: so much at least, and at most."""
-    goes_on: FloatArray
-    """Probability that they do, times the part of what is not known that they leave out then."""
-
-    def chance_below(self, limits: FloatArray) -> FloatArray:
-        """(N,) probability to stay within `limits`, (n,), on the device where it is least.
-
-        The logarithm of what is not known is even between `least_part` of the most that it can be and all
-        of it; from `SLACK` below the most it rises to 1; `surprise` goes beyond, evenly up to `most`. Such
-        chances were too low above a half and too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
-        Worked: 2 GiB that surely grow and up to 32 more, within a limit of 10, with a margin up to 42 GiB, give
-        ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47. Where peaks go on as they grew, that alone decides: if
-        they do with a chance of 0.75, and are at 9 GiB then, it is ``0.75 + 0.25 x 0.47 = 0.87``.
-        """
-        unknown, left = np.maximum(self.foretold - self.sure, 1.0), np.maximum(limits - self.sure, 1e-3)
-        parts = np.log(np.maximum(unknown / left, 1.0)) / -np.log(np.clip(self.least_part, 1e-9, 0.999))
-        within = np.clip(1 - parts, 0.0, 1.0)
-        nearly = np.clip(1 - (self.foretold - limits) / np.maximum(SLACK * self.foretold, 1.0), 0.0, 1.0)
-        within += (1 - within) * nearly
-        within = np.where(limits < self.least, 0.0, within)
-        beyond = np.clip((limits - self.foretold) / np.maximum(self.most - self.foretold, 1.0), 0.0, 1.0)
-        chances = (1 - self.surprise) * within + self.surprise * beyond
-        chances = chances**2 * (3 - 2 * chances)
-        on_trend = np.clip((limits - self.trend_least) / np.maximum(self.trend_most - self.trend_least, 1.0), 0.0, 1.0)
-        chances += self.goes_on * (on_trend - chances)
-        return np.asarray(np.where(limits >= self.most, 1.0, chances).min(axis=1))
+    device: int
+    share: int
+    least_bytes: float
+    """It took so much more than was foretold, if it was to fit with the margin, too; else 0: that was a risk."""
 
 
 class MemoryModel:
@@ -124,8 +85,7 @@ class MemoryModel:
         self._readings = MemoryReadings(num_devices)
         self.margin = MOST_MARGIN
         """How many times the growth that no trial has shown is added to `Interval.most`."""
-        self._jumped: set[int] = set()
-        """Devices that ran out of memory though they were foretold to fit."""
+        self._jumps: list[_Jump] = []
         self._hands_back = True
         """Whether no device has run out of memory that its allocator was to have handed back: in pieces it cannot."""
         self._num_surprises = 0
@@ -197,15 +157,15 @@ class MemoryModel:
         return self.needed(np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float))
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
-        """(10, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
+        """(11, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
         envelope = self._envelopes[device, accumulates]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
         most = held + self.margin * unseen
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
         # somewhere beyond what ran it jumped, and nothing tells where
-        if not self._jumped.isdisjoint(self._readings.alike(device)):
-            is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
+        is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
+        if any(jump.device in self._readings.alike(device) for jump in self._jumps):
             too_much = np.where(is_seen, 0.0, self.budget_bytes[device] + 1.0)
             most, flushed = np.maximum(most, too_much), np.maximum(flushed, too_much)
         sure, least = np.minimum(sure, most), np.minimum(least, most)
@@ -217,8 +177,24 @@ class MemoryModel:
         # a line counts by how much less it leaves open than the bounds do
         left_open = np.clip((trend_most - trend_least) / np.maximum(held - sure, 1.0), 0.0, 1.0)
         goes_on = holds * (1 - left_open)
-        told = np.stack([sure, least, held, most, flushed, surprise, least_part, trend_least, trend_most, goes_on])
+        jump = np.where(is_seen, 0.0, self._jump(device, sizes[:, 0]))
+        told = np.stack(
+            [sure, least, held, most, flushed, surprise, least_part, trend_least, trend_most, goes_on, jump]
+        )
         return np.where(idle, 0.0, told)
+
+    def _jump(self, device: int, shares: FloatArray) -> FloatArray:
+        """(N,) what such shares took at least beyond what was foretold, on a card as large; 0 where none jumped.
+
+        An algorithm, and the blocks that are free beside what it takes, depend on the share. So it was not the share
+        where either device ran with one as large.
+        """
+        taken = np.zeros(len(shares))
+        for jump in self._jumps:
+            pair = (device, jump.device)
+            if self._readings.is_as_large(*pair) and jump.share > self._readings.largest_share(pair):
+                taken = np.where(shares >= jump.share, np.maximum(taken, jump.least_bytes), taken)
+        return taken
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
@@ -270,10 +246,9 @@ class MemoryModel:
                 most_slope = min(most_slope, own_most * (1 + TOLERANCE))
                 least_slope = min(max(least_slope, own_least * (1 - TOLERANCE)), most_slope)
         # a replica that never had a share borrows from the others; where none had, from GPU 0
-        totals = [memory.total_bytes for memory in readings.runs[0].memory]
         known = [group[0] for group in groups] or [0]
         for device in range(1, self._n):
-            likest = next((other for other in known if totals[other] == totals[device]), known[0])
+            likest = next((other for other in known if readings.is_as_large(other, device)), known[0])
             for accumulates in (False, True):
                 self._envelopes.setdefault((device, accumulates), self._envelopes[likest, accumulates])
         self._least_parts = {(i, kind): self._least_part(i, kind) for i in range(self._n) for kind in (False, True)}
@@ -366,7 +341,9 @@ class MemoryModel:
         self.errors.append(float(errors.max()))
         self._hands_back &= has_run or self.errors[-1] <= 0
         if not has_run:
-            self._jumped |= {i for i in trial.oom_devices if told.foretold[0, i] <= self.budget_bytes[i]}
+            left, is_sure = self.budget_bytes - told.foretold[0], told.most_after_cache_flush[0] <= self.budget_bytes
+            taken = np.where(is_sure, left, 0.0)
+            self._jumps += [_Jump(i, split.shard_sizes[i], float(taken[i])) for i in trial.oom_devices if left[i] >= 0]
         enough, excess = self._beyond_foretold(held, split, has_run=has_run)
         self._num_surprises += excess > SLACK
         if not has_run:

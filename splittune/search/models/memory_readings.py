@@ -88,6 +88,15 @@ class MemoryReadings:
         budgets = [[memory.total_bytes - memory.outside_bytes for memory in run.memory] for run in self.runs]
         return np.array(budgets, dtype=float).min(axis=0) if budgets else np.full(self.num_devices, np.inf)
 
+    def largest_share(self, devices: Sequence[int]) -> int:
+        """The largest share with which one of `devices` ran; 0 before anything did."""
+        return max((run.split.shard_sizes[i] for run in self.runs for i in devices), default=0)
+
+    def is_as_large(self, one: int, other: int) -> bool:
+        """Whether two devices have the same total memory, in all likelihood cards of one kind."""
+        totals = [memory.total_bytes for memory in self.runs[0].memory]
+        return totals[one] == totals[other]
+
     def largest_held(self, device: int) -> int:
         """The largest reserved peak of one device, in bytes; 0 before anything ran."""
         return max((run.memory[device].peak_reserved_bytes for run in self.runs), default=0)
@@ -205,7 +214,6 @@ class MemoryReadings:
         return [*devices, 0] if self._gpu0_bounds[key] else list(devices)
 
     def _is_gpu0_fuller(self, replicas: Sequence[int]) -> bool:
-        totals = [memory.total_bytes for memory in self.runs[0].memory]
         more = [
             gpu0.peak_bytes - reading.peak_bytes
             for gpu0 in self.readings(0)
@@ -213,7 +221,7 @@ class MemoryReadings:
             for reading in self.readings(device)
             if (gpu0.size[0], gpu0.accumulates) == (reading.size[0], reading.accumulates)
         ]
-        return totals[0] == totals[replicas[0]] and min(more, default=-1) >= 0
+        return self.is_as_large(0, replicas[0]) and min(more, default=-1) >= 0
 
     def saved(self, devices: Sequence[int]) -> list[tuple[float, float, float, float]]:
         """The size, what its forward left for the backward and what rested, of each trial of `devices` that tells.

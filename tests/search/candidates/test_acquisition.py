@@ -5,7 +5,7 @@ import pytest
 
 from splittune.search.candidates.acquisition import CandidateScores
 from splittune.search.candidates.table import SplitTable
-from splittune.search.models.memory import Interval
+from splittune.search.models.interval import Interval
 from splittune.search.models.step_time import StepTimes
 
 
@@ -26,6 +26,7 @@ def scores(
         trend_least=0 * ones,
         trend_most=0 * ones,
         goes_on=0 * ones,
+        jump=0 * ones,
     )
     shards = np.arange(8.0, 8.0 + count)[:, None]
     return CandidateScores(

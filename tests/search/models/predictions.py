@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from benchmarks.problems.problem import Problem
 from splittune.search import MemoryModel, TimeModel
-from splittune.search.models.memory import Interval
+from splittune.search.models.interval import Interval
 from splittune.split import BatchSplit
 from tests.search.problem import rows, trials
 

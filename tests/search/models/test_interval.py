@@ -3,17 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splittune.search.models.memory import Interval
+from splittune.search.models.interval import Interval
 
 GIB = float(1024**3)
 
 
 def peaks(
-    sure: float, least: float, foretold: float, most: float, *, on_trend: float = 0, goes_on: float = 0
+    sure: float, least: float, foretold: float, most: float, *, on_trend: float = 0, goes_on: float = 0, jump: float = 0
 ) -> Interval:
     """Of one split on one device, in GiB; a fifth of all peaks is a surprise, and what is unknown spans 32 times."""
     sizes = {"sure": sure, "least": least, "foretold": foretold, "most": most, "most_after_cache_flush": most}
-    sizes |= {"trend_least": on_trend - 0.5, "trend_most": on_trend + 0.5}
+    sizes |= {"trend_least": on_trend - 0.5, "trend_most": on_trend + 0.5, "jump": jump}
     bounds = {name: np.array([[size * GIB]]) for name, size in sizes.items()}
     ratios = {"surprise": 0.2, "least_part": 1 / 32, "goes_on": goes_on}
     return Interval(**bounds, **{name: np.array([[ratio]]) for name, ratio in ratios.items()})
@@ -52,6 +52,13 @@ def test_a_trend_that_likely_goes_on_decides_so_often(on_trend: float, kept: flo
     """Within 10 GiB by what bounds tell with 0.47; three times in four by where the trend leads, give or take 0.5."""
     chance = peaks(2, 4, 34, 42, on_trend=on_trend, goes_on=0.75).chance_below(np.array([10 * GIB]))
     assert chance == pytest.approx([0.75 * kept + 0.25 * smooth(0.8 * (1 - 2 / 5))])
+
+
+@pytest.mark.parametrize(("left", "chance"), [(4, 0.75), (2, 0.5), (1, 0), (0.5, 0)])
+def test_a_jump_takes_twice_as_much_with_a_chance_of_a_half(left: float, chance: float) -> None:
+    """8 GiB surely, and a jump of 1 GiB at least: what is left beside them has to hold all of it."""
+    told = peaks(8, 8, 8, 8, jump=1).chance_below(np.array([(8 + left) * GIB]))
+    assert told == pytest.approx([chance])
 
 
 def test_the_device_with_the_least_chance_decides() -> None:

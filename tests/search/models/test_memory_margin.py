@@ -311,6 +311,29 @@ def test_just_below_what_ran_out_though_it_was_foretold_to_fit_nothing_is_sure()
         assert (interval(model, *between).most_after_cache_flush[:, 1] > totals[1]).tolist() == [False, True, True]
 
 
+def test_what_ran_out_though_it_surely_was_to_fit_may_do_so_on_any_card_as_large() -> None:
+    """GPU 1 ran out with 20 samples, with a twentieth left of what is foretold: GPU 0 and GPU 2 may, too, with 20.
+
+    Not with 19, and not a card of another size; nor once GPU 2 ran with 20, for then it was not the share.
+    """
+    problem = job([card_memory(is_first=i == 0, parameters=1000) for i in range(3)], B=192)
+    failed, wanted = split(192, 4, 14, 20, 14), split(192, 3, 20, 19, 25)
+    before = [split(192, 64 // s, s, s, s) for s in (2, 4, 8, 16)]
+    foretold = interval(MemoryModel(trials(problem, before), 3), failed).foretold[0, 1]
+    full = round(1.05 * foretold)
+    totals = (24_000, 2000, 24_000)
+    smaller = job([card_memory(is_first=i == 0, parameters=1000, total=totals[i]) for i in range(3)], B=192)
+    told = []
+    for other, after in ((full, []), (full + 1, []), (full, [split(192, 4, 14, 14, 20)])):
+        ran = [on_cards_of(one, (full, full, other)) for one in trials(problem, [*before, *after])]
+        model = MemoryModel(ran[:4], 3)
+        model.observe([on_cards_of(trial(smaller, failed), (full, full, other)), *ran[4:]])
+        told.append(interval(model, wanted).jump[0])
+    assert told[0] == pytest.approx([full - foretold, 0, full - foretold])
+    assert told[1] == pytest.approx([full - foretold, 0, 0])
+    assert told[2] == pytest.approx([full - foretold, 0, 0])
+
+
 def on_cards_of(one: JudgedTrial, totals: Sequence[int]) -> JudgedTrial:
     """The same trial on cards of so many bytes."""
     cards = zip(one.measurement.memory, totals, strict=True)

@@ -1,0 +1,69 @@
+"""What every device's peak memory may be, and how likely that is within a limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from splittune.search.arrays import FloatArray
+from splittune.search.models.memory_readings import REPEATABILITY
+
+# What is foretold is that much above what peaks most likely are: limits within it are partly kept. It is what readings
+# and the line through them may be off, `REPEATABILITY` each.
+SLACK = 2 * REPEATABILITY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Peak reserved bytes of every device, (N, n) each."""
+
+    sure: FloatArray
+    """What surely grows with the sizes takes so much; it may be less than `least`."""
+    least: FloatArray
+    foretold: FloatArray
+    """At most, if predictions come true."""
+    most: FloatArray
+    """With the margin for what no trial has shown."""
+    most_after_cache_flush: FloatArray
+    """`most` once the allocator, running short, has handed back its free blocks: more is an OOM."""
+    surprise: FloatArray
+    """How often a peak exceeds `foretold`."""
+    least_part: FloatArray
+    """Of what is not known, which lies between `sure` and `foretold`, the part that it takes at least."""
+    trend_least: FloatArray
+    trend_most: FloatArray
+    """If peaks go on as they grew: so much at least, and at most."""
+    goes_on: FloatArray
+    """Probability that they do, times the part of what is not known that they leave out then."""
+    jump: FloatArray
+    """What a share no larger took at least beyond what was foretold, and ran a device out of memory; else 0."""
+
+    def chance_below(self, limits: FloatArray) -> FloatArray:
+        """(N,) probability to stay within `limits`, (n,), on the device where it is least.
+
+        The logarithm of what is not known is even between `least_part` of the most that it can be and all
+        of it; from `SLACK` below the most it rises to 1; `surprise` goes beyond, evenly up to `most`. Such
+        chances were too low above a half and too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
+        Worked: 2 GiB that surely grow and up to 32 more, within a limit of 10, with a margin up to 42 GiB, give
+        ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47. Where peaks go on as they grew, that alone decides: if
+        they do with a chance of 0.75, and are at 9 GiB then, it is ``0.75 + 0.25 x 0.47 = 0.87``.
+
+        What took at least so much beyond what was foretold took twice as much with a chance of a half, and so on:
+        where that leaves too little, it counts. Worked: a jump of 1 GiB at least, with 4 GiB left, takes all of it with
+        a chance of a quarter, so what had a chance of 1 has one of 0.75.
+        """
+        unknown, left = np.maximum(self.foretold - self.sure, 1.0), np.maximum(limits - self.sure, 1e-3)
+        parts = np.log(np.maximum(unknown / left, 1.0)) / -np.log(np.clip(self.least_part, 1e-9, 0.999))
+        within = np.clip(1 - parts, 0.0, 1.0)
+        nearly = np.clip(1 - (self.foretold - limits) / np.maximum(SLACK * self.foretold, 1.0), 0.0, 1.0)
+        within += (1 - within) * nearly
+        within = np.where(limits < self.least, 0.0, within)
+        beyond = np.clip((limits - self.foretold) / np.maximum(self.most - self.foretold, 1.0), 0.0, 1.0)
+        chances = (1 - self.surprise) * within + self.surprise * beyond
+        chances = chances**2 * (3 - 2 * chances)
+        on_trend = np.clip((limits - self.trend_least) / np.maximum(self.trend_most - self.trend_least, 1.0), 0.0, 1.0)
+        chances += self.goes_on * (on_trend - chances)
+        chances = np.where(limits >= self.most, 1.0, chances)
+        jumps_over = np.clip(self.jump / np.maximum(limits - self.foretold, 1.0), 0.0, 1.0)
+        return np.asarray((chances * (1 - jumps_over)).min(axis=1))
