@@ -163,8 +163,8 @@ class MemoryModel:
         most = held + self.margin * unseen
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
-        # somewhere beyond what ran it jumped, and nothing tells where
         is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
+        # somewhere beyond what ran it jumped, and nothing tells where
         if any(jump.device in self._readings.alike(device) for jump in self._jumps):
             too_much = np.where(is_seen, 0.0, self.budget_bytes[device] + 1.0)
             most, flushed = np.maximum(most, too_much), np.maximum(flushed, too_much)
