@@ -47,7 +47,8 @@ class Interval:
         chances were too low above a half and too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
         Worked: 2 GiB that surely grow and up to 32 more, within a limit of 10, with a margin up to 42 GiB, give
         ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47. Where peaks go on as they grew, that alone decides: if
-        they do with a chance of 0.75, and are at 9 GiB then, it is ``0.75 + 0.25 x 0.47 = 0.87``.
+        they do with a chance of 0.75, and are at 9 GiB then, it is ``0.75 + 0.25 x 0.47 = 0.87``. But what takes
+        `least` takes no less, however peaks grew: of 216 splits beyond such a limit none ran.
 
         What took at least so much beyond what was foretold took twice as much with a chance of a half, and so on:
         where that leaves too little, it counts. Worked: a jump of 1 GiB at least, with 4 GiB left, takes all of it with
@@ -58,12 +59,11 @@ class Interval:
         within = np.clip(1 - parts, 0.0, 1.0)
         nearly = np.clip(1 - (self.foretold - limits) / np.maximum(SLACK * self.foretold, 1.0), 0.0, 1.0)
         within += (1 - within) * nearly
-        within = np.where(limits < self.least, 0.0, within)
         beyond = np.clip((limits - self.foretold) / np.maximum(self.most - self.foretold, 1.0), 0.0, 1.0)
         chances = (1 - self.surprise) * within + self.surprise * beyond
         chances = chances**2 * (3 - 2 * chances)
         on_trend = np.clip((limits - self.trend_least) / np.maximum(self.trend_most - self.trend_least, 1.0), 0.0, 1.0)
         chances += self.goes_on * (on_trend - chances)
-        chances = np.where(limits >= self.most, 1.0, chances)
+        chances = np.where(limits >= self.most, 1.0, np.where(limits < self.least, 0.0, chances))
         jumps_over = np.clip(self.jump / np.maximum(limits - self.foretold, 1.0), 0.0, 1.0)
         return np.asarray((chances * (1 - jumps_over)).min(axis=1))

@@ -54,6 +54,14 @@ def test_a_trend_that_likely_goes_on_decides_so_often(on_trend: float, kept: flo
     assert chance == pytest.approx([0.75 * kept + 0.25 * smooth(0.8 * (1 - 2 / 5))])
 
 
+@pytest.mark.parametrize(("limit", "has_chance"), [(10.1, True), (9.9, False)])
+def test_a_trend_leads_nowhere_below_the_least(limit: float, has_chance: bool) -> None:
+    """10 GiB at least, and a line that would be at 5: within 9.9 it cannot stay, though it likely goes on."""
+    chance = peaks(2, 10, 34, 42, on_trend=5, goes_on=0.75).chance_below(np.array([limit * GIB]))
+    assert (chance > 0.7) == [has_chance]
+    assert (chance > 0) == [has_chance]
+
+
 @pytest.mark.parametrize(("left", "chance"), [(4, 0.75), (2, 0.5), (1, 0), (0.5, 0)])
 def test_a_jump_takes_twice_as_much_with_a_chance_of_a_half(left: float, chance: float) -> None:
     """8 GiB surely, and a jump of 1 GiB at least: what is left beside them has to hold all of it."""
