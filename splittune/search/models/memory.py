@@ -157,9 +157,10 @@ class MemoryModel:
         return self.needed(np.array([float(split.accumulation_steps)]), np.array([split.shard_sizes], dtype=float))
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
-        """(11, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
-        envelope = self._envelopes[device, accumulates]
+        """(13, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
+        envelope, overhead = self._envelopes[device, accumulates], self._overheads[device, accumulates]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
+        adds = held - self._alive(device, sizes, accumulates)
         most = held + self.margin * unseen
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
@@ -178,9 +179,9 @@ class MemoryModel:
         left_open = np.clip((trend_most - trend_least) / np.maximum(held - sure, 1.0), 0.0, 1.0)
         goes_on = holds * (1 - left_open)
         jump = np.where(is_seen, 0.0, self._jump(device, sizes[:, 0]))
-        told = np.stack(
-            [sure, least, held, most, flushed, surprise, least_part, trend_least, trend_most, goes_on, jump]
-        )
+        steady = overhead.steady * each
+        bounds = [sure, least, held, adds, steady, most, flushed]
+        told = np.stack([*bounds, surprise, least_part, trend_least, trend_most, goes_on, jump])
         return np.where(idle, 0.0, told)
 
     def _jump(self, device: int, shares: FloatArray) -> FloatArray:
@@ -198,15 +199,17 @@ class MemoryModel:
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
-        overhead, envelope = self._overheads[device, accumulates], self._envelopes[device, accumulates]
-        live = envelope.most(sizes)
-        live = np.maximum(live, self._readings.update_bytes(device))
+        overhead, live = self._overheads[device, accumulates], self._alive(device, sizes, accumulates)
         held = live + overhead.most(live)
         unseen = held - self._readings.seen(device, sizes)
         is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
         # segments may be new where sizes are
         unseen = np.where(is_seen, 0.0, np.maximum(unseen, QUANTUM_BYTES))
         return held, live + overhead.after_flush(live), np.maximum(unseen, TOLERANCE * held)
+
+    def _alive(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
+        """(N,) the most allocated bytes."""
+        return np.maximum(self._envelopes[device, accumulates].most(sizes), self._readings.update_bytes(device))
 
     def _trend(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the least and the most reserved bytes if peaks go on as they grew, and the probability that they do."""

@@ -19,6 +19,8 @@ def scores(
         sure=0 * ones,
         least=0 * ones,
         foretold=held,
+        overhead=0 * ones,
+        steady=ones,
         most=held,
         most_after_cache_flush=held,
         surprise=0 * ones,

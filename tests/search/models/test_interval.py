@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from splittune.search.models.interval import Interval
 
@@ -9,13 +11,22 @@ GIB = float(1024**3)
 
 
 def peaks(
-    sure: float, least: float, foretold: float, most: float, *, on_trend: float = 0, goes_on: float = 0, jump: float = 0
+    sure: float,
+    least: float,
+    foretold: float,
+    most: float,
+    *,
+    overhead: float = 0,
+    steady: float = 1,
+    on_trend: float = 0,
+    goes_on: float = 0,
+    jump: float = 0,
 ) -> Interval:
     """Of one split on one device, in GiB; a fifth of all peaks is a surprise, and what is unknown spans 32 times."""
     sizes = {"sure": sure, "least": least, "foretold": foretold, "most": most, "most_after_cache_flush": most}
-    sizes |= {"trend_least": on_trend - 0.5, "trend_most": on_trend + 0.5, "jump": jump}
+    sizes |= {"trend_least": on_trend - 0.5, "trend_most": on_trend + 0.5, "jump": jump, "overhead": overhead}
     bounds = {name: np.array([[size * GIB]]) for name, size in sizes.items()}
-    ratios = {"surprise": 0.2, "least_part": 1 / 32, "goes_on": goes_on}
+    ratios = {"surprise": 0.2, "least_part": 1 / 32, "goes_on": goes_on, "steady": steady}
     return Interval(**bounds, **{name: np.array([[ratio]]) for name, ratio in ratios.items()})
 
 
@@ -38,6 +49,32 @@ def smooth(chance: float) -> float:
 def test_what_is_not_known_is_even_in_its_logarithm(limit: float, chance: float) -> None:
     """2 GiB are sure and up to 32 are not: each halving takes a fifth of the chance; a surprise goes beyond, evenly."""
     assert peaks(2, 4, 34, 42).chance_below(np.array([limit * GIB])) == pytest.approx([smooth(chance)])
+
+
+@pytest.mark.parametrize(("steady", "chance"), [(1, 0), (0.5, 0.3), (0, 0.6)])
+def test_an_overhead_that_is_not_steady_adds_little_more_often(steady: float, chance: float) -> None:
+    """8 GiB are alive and up to 8 come on top: within 10 GiB if no more than 0.25 does, so parts up to 0.63 of one."""
+    told = peaks(8, 8, 16, 17, overhead=8, steady=steady).chance_below(np.array([10 * GIB]))
+    assert told == pytest.approx([smooth(0.8 * chance)])
+
+
+@given(
+    alive=st.floats(0, 20),
+    overhead=st.floats(0, 20),
+    steady=st.floats(0, 1),
+    limit=st.floats(0, 60),
+    more=st.floats(0, 9),
+)
+def test_chances_rise_with_the_limit_and_fall_with_steadiness(
+    alive: float, overhead: float, steady: float, limit: float, more: float
+) -> None:
+    """Whatever the allocator adds: between 0 and 1, no less within more, and most where it need not add it all."""
+    foretold = 2 + alive + overhead
+    told = [peaks(2, 2, foretold, foretold + 1, overhead=overhead, steady=part) for part in (steady, 0, 1)]
+    chances = [one.chance_below(np.array([limit * GIB]))[0] for one in told]
+    assert 0 <= chances[2] <= chances[0] + 1e-9
+    assert chances[0] <= chances[1] + 1e-9 <= 1 + 2e-9
+    assert chances[0] <= told[0].chance_below(np.array([(limit + more) * GIB]))[0] + 1e-9
 
 
 def test_what_is_known_exactly_stays_below_or_does_not() -> None:

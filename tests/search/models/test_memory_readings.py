@@ -9,7 +9,7 @@ import pytest
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial
-from splittune.search.models.memory_readings import QUANTUM_BYTES, REPEATABILITY, MemoryReadings, size_of
+from splittune.search.models.memory_readings import QUANTUM_BYTES, REPEATABILITY, STEADY, MemoryReadings, size_of
 from splittune.split import BatchSplit
 from tests.search.problem import MIB, even, split
 
@@ -118,6 +118,18 @@ def test_each_kind_of_step_has_gaps_of_its_own() -> None:
         for kind, ratio in zip((False, True), ratios, strict=True):
             most = peaks(*trials).allocator_overhead(range(2), accumulates=kind).most(live)[0]
             assert most == pytest.approx(QUANTUM_BYTES + ratio * live[0])
+
+
+@pytest.mark.parametrize(
+    ("excess", "steady"), [([10], 0), ([10, 10], STEADY), ([10, 30], STEADY), ([30, 25], STEADY), ([30, 20], 0)]
+)
+def test_gaps_are_steady_where_they_hardly_fell_as_peaks_grew(excess: list[int], steady: float) -> None:
+    """Of one size nobody knows; a sixth less beside a larger peak is hardly less, a third is."""
+    trials = [
+        ran(even(B, 4 // (i + 1), 2), memory(0, 100 * (i + 1), peak_reserved_bytes=100 * (i + 1) + more), 0)
+        for i, more in enumerate(excess)
+    ]
+    assert peaks(*trials).allocator_overhead([0], accumulates=True).steady == steady
 
 
 def test_what_was_seen_is_the_most_of_trials_that_demanded_no_more() -> None:
