@@ -52,13 +52,16 @@ class Interval:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.
 
         The logarithm of what is not known to be alive is even between `least_part` of the most that it can be and all
-        of it; from `SLACK` below the most it rises to 1. The allocator adds its `overhead`, or, unless it is `steady`,
-        any part of it, small ones more likely. `surprise` goes beyond, evenly up to `most`. Such chances were too low above
-        a half and too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
+        of it; from `SLACK` below the most it rises to 1. On top the allocator adds its `overhead`, or, unless that is
+        `steady`, a part of it. `surprise` goes beyond, evenly up to `most`. Such chances were too low above a half and
+        too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
         Worked: 2 GiB that surely grow and up to 32 more, within a limit of 10, with a margin up to 42 GiB, give
-        ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47. Where peaks go on as they grew, that alone decides: if
-        they do with a chance of 0.75, and are at 9 GiB then, it is ``0.75 + 0.25 x 0.47 = 0.87``. But what takes
-        `least` takes no less, however peaks grew: of 216 splits beyond such a limit none ran.
+        ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47. And 8 GiB that are alive, with up to 8 on top that are
+        not steady, stay within 10 where no more than a quarter is added, so with parts up to ``0.25^(1/3) = 0.63``.
+
+        Where peaks go on as they grew, that alone decides: if they do with a chance of 0.75, and are at 9 GiB then, the
+        first is ``0.75 + 0.25 x 0.47 = 0.87``. But what takes `least` takes no less, however peaks grew: of 216 splits
+        beyond such a limit none ran.
 
         What took at least so much beyond what was foretold took twice as much with a chance of a half, and so on:
         where that leaves too little, it counts. Worked: a jump of 1 GiB at least, with 4 GiB left, takes all of it with
