@@ -179,7 +179,9 @@ class MemoryModel:
         left_open = np.clip((trend_most - trend_least) / np.maximum(held - sure, 1.0), 0.0, 1.0)
         goes_on = holds * (1 - left_open)
         jump = np.where(is_seen, 0.0, self._jump(device, sizes[:, 0]))
-        steady = overhead.steady * each
+        # what reserved as much with no more samples does so again
+        is_as_much = self._readings.seen(device, sizes) >= (1 - TOLERANCE) * held
+        steady = np.where(is_as_much, 1.0, overhead.steady)
         bounds = [sure, least, held, adds, steady, most, flushed]
         told = np.stack([*bounds, surprise, least_part, trend_least, trend_most, goes_on, jump])
         return np.where(idle, 0.0, told)
