@@ -53,8 +53,8 @@ class Interval:
 
         The logarithm of what is not known to be alive is even between `least_part` of the most that it can be and all
         of it; from `SLACK` below the most it rises to 1. On top the allocator adds its `overhead`, or, unless that is
-        `steady`, a part of it. `surprise` goes beyond, evenly up to `most`. Such chances were too low above a half and
-        too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
+        `steady`, a part of it. `surprise` goes beyond, evenly up to `most`. Before the overhead was told apart such
+        chances were too low above a half and too high below it, so their smooth step ``3 c^2 - 2 c^3`` is taken.
         Worked: 2 GiB that surely grow and up to 32 more, within a limit of 10, with a margin up to 42 GiB, give
         ``c = 0.8 (1 - log(32 / 8) / log(32)) = 0.48``, and 0.47. And 8 GiB that are alive, with up to 8 on top that are
         not steady, stay within 10 where no more than a quarter is added, so with parts up to ``0.25^(1/3) = 0.63``.

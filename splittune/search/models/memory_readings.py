@@ -26,9 +26,9 @@ RESTING_FRACTION = 0.5
 # them. Torch's caching allocator takes segments of 20 MiB for requests from 1 MiB and of 2 MiB for
 # smaller ones, so one of each may be almost empty.
 QUANTUM_BYTES = 22 * MIB
-# What the allocator adds grew with what is allocated in trials of two sizes, and fell by no more than `FALLEN` of what
-# it was: then it goes on so with this probability. What fell, or was seen once, tells of no other size. Choices: what
-# fragmentation wastes of every tensor is as steady as that, and free blocks between tensors of a few sizes are not.
+# Where trials of two sizes or more show that what the allocator adds hardly falls as more is allocated, by `FALLEN` of
+# what it was at most, it goes on so with this probability. What fell further, or was seen at one size, tells of no
+# other. Choices: waste in every tensor is as steady as that, and free blocks between tensors of a few sizes are not.
 STEADY = 0.5
 FALLEN = 0.2
 
