@@ -119,7 +119,7 @@ def variants() -> Iterator[Variant]:
     """The search itself first, then everything that can be changed, one at a time."""
     yield Variant(name="the search", change="none")
     for place, policy in enumerate(POLICIES):
-        name = _name_of(policy)
+        name = type(policy).__name__
         yield Variant(name=name, change="left out", place=place)
         for field in fields(policy):  # type: ignore[arg-type]
             for change, value in _changed(getattr(policy, field.name)):
@@ -137,19 +137,6 @@ def variants() -> Iterator[Variant]:
                 for change, value in _changed(told):
                     name = f"{module.__name__.rpartition('.')[2]}.{constant}"
                     yield Variant(name=name, change=change, patched=_patched(constant, told, value))
-
-
-def _name_of(policy: Policy) -> str:
-    """Policies of one class are told apart by what they are for: ``"FindBaseline(min_fewer_steps=0.2)"``."""
-    alike = [other for other in POLICIES if type(other) is type(policy)]
-    if len(alike) == 1:
-        return type(policy).__name__
-    apart = [
-        f"{field.name}={getattr(policy, field.name)!r}"
-        for field in fields(policy)  # type: ignore[arg-type]
-        if len({getattr(other, field.name) for other in alike}) > 1
-    ]
-    return f"{type(policy).__name__}({', '.join(apart[:1])})"
 
 
 def _changed(told: object) -> Iterator[tuple[str, Any]]:

@@ -113,12 +113,12 @@ def test_a_screening_tells_of_every_change_and_goes_on_where_it_stopped(
 ) -> None:
     """What ruins searches alone gets no company; a second run searches nothing again."""
     asked = ["--problems", "2", "--pilot", "1", "--at-once", "8", "--generators", "lines", "--first-seed", "3"]
-    asked += ["--only", "SmallestLeft", "choices.BELIEVED", "UpperConfidenceBound(oom_price=0.7).oom_price"]
+    asked += ["--only", "SmallestLeft", "choices.BELIEVED", "UpperConfidenceBound.oom_price"]
     asked += ["--kept", str(tmp_path / "kept"), "--out", str(tmp_path)]
     screening.main(asked)
     assert "2 of 2 problems" in capfd.readouterr().out
     table = pd.read_csv(tmp_path / "search_screening.csv")
-    assert {"SmallestLeft", "choices.BELIEVED", "UpperConfidenceBound(oom_price=0.7).oom_price"} <= set(table.what)
+    assert {"SmallestLeft", "choices.BELIEVED", "UpperConfidenceBound.oom_price"} <= set(table.what)
     assert table.alone.any()
     assert table.problems[~table.alone].eq(2).all()
     assert table.problems[table.alone].eq(1).all()

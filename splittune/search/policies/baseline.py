@@ -9,7 +9,7 @@ import numpy as np
 
 from splittune.search.arrays import BoolArray
 from splittune.search.candidates.table import SplitTable, open_rows
-from splittune.search.choices import CONFIDENCE, LIKELY
+from splittune.search.choices import LIKELY
 from splittune.search.judged_trials import JudgedTrial, known_infeasible
 from splittune.search.policies.base import Proposal, SearchState
 from splittune.split import BatchSplit
@@ -26,16 +26,9 @@ class FindBaseline:
     """The part of the steps that another trial must save. A choice. Larger: the baseline is found
     in fewer trials and may have more steps than it needs."""
 
-    min_gain: float | None = None
-    """Optimistic gain, in logarithms of time, that the trial must promise; None where it is wanted in any
-    case. A choice. Larger: fewer trials where fewer steps are hardly faster."""
-
     min_chance: float = 0.99
     """How likely it must keep its headroom; `LIKELY` where trials do not tell what is held at rest. A choice.
     Smaller: larger strides, and more of them run out of memory."""
-
-    deviations: float = CONFIDENCE
-    """The optimism: faster than predicted by this many standard deviations."""
 
     def propose(self, state: SearchState) -> Proposal | None:
         if not state.any_ran:
@@ -45,7 +38,7 @@ class FindBaseline:
         few_enough = (1 - self.min_fewer_steps) * min(fitting, default=np.inf)
         wanted = evens.where(open_rows(evens, state.trials) & (evens.steps <= few_enough))
         wanted = wanted.where(self._fits(wanted, state))
-        return _towards_baseline(wanted.split(0)) if len(wanted) and self._is_gain(wanted, state) else None
+        return _towards_baseline(wanted.split(0)) if len(wanted) else None
 
     def _fits(self, evens: SplitTable, state: SearchState) -> BoolArray:
         """(N,) which even splits likely keep their headroom, see `min_chance`."""
@@ -53,13 +46,6 @@ class FindBaseline:
         chances = needed.chance_below(state.limits)
         least = self.min_chance if state.memory.knows_rest else LIKELY
         return np.asarray((chances >= least) & state.is_grown_slowly(evens))
-
-    def _is_gain(self, wanted: SplitTable, state: SearchState) -> bool:
-        """Whether the first of these splits may be as much faster as is asked for."""
-        if self.min_gain is None or not state.any_fits:
-            return True
-        times = state.time.predict(wanted.steps[:1], wanted.shards[:1])
-        return bool(state.best_log_s - times.log_s[0] + self.deviations * times.deviation[0] >= self.min_gain)
 
 
 def bisect_baseline(even_splits: Sequence[BatchSplit], trials: Sequence[JudgedTrial]) -> Proposal | None:

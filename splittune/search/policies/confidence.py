@@ -17,42 +17,39 @@ from splittune.units import format_bytes
 class UpperConfidenceBound:
     """The most to gain, less what an OOM costs: a search ends where that is little.
 
-    A split that surely fits is worth what it gains if its prediction is off by as much as may be: the upper confidence
-    bound. Where the latest predictions were off by more than their deviations, the bound is that much further away
-    (`Calibration`), and while they were off by more than `SIGNIFICANT`, splits that surely fit are measured whatever
-    they promise: a search does not end on models that were wrong just now.
+    A split that cannot run out of memory is worth what it gains if its prediction is off by as much as may be, the
+    upper confidence bound, times the probability to keep its headroom. Where the latest predictions were off by more
+    than their deviations, the bound is that much further away (`Calibration`), and while they were off by more than
+    `SIGNIFICANT`, splits that surely fit are measured whatever they promise: a search does not end on models that were
+    wrong just now.
 
     A risk is worth the expected improvement times the probability of feasibility, less the probability of an OOM times
     its price. Worked: 0.3 that keeps its headroom with a chance of 0.7, and runs with one of 0.8, is worth
-    ``0.7 x 0.3 - 0.2 x 0.7 = 0.07``, and a trial; if it runs with a chance of 0.7 it is worth nothing. Each trial that
+    ``0.7 x 0.3 - 0.2 x 0.4 = 0.13``, and a trial; if it runs with a chance of 0.4 it is worth none. Each trial that
     ran out of memory makes the next one dearer by the price: it shows that risks are larger here than they look. Those
     before one ran do not: nothing was foretold of them.
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
     may be as little as `most_lost` behind the best is measured, too, first what gives a device just more than any trial
-    did: a logarithm of shares counts as one of time. Before a search ends, a risk that likely fits counts by its upper
-    confidence bound, too, and so does one that gives a device its first share: nothing tells how fast that one is.
+    did: a logarithm of shares counts as one of time. Where nothing such is left, a risk that likely fits counts by its
+    upper confidence bound, too, and so does one that gives a device its first share: nothing tells how fast that is.
     """
 
     min_gain: float = 0.01
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
-    oom_price: float = 0.7
+    oom_price: float = 0.4
     """What a trial that runs out of memory costs, in logarithms of time; as much more for each that did. A choice:
-    of 0.5, 0.7 and 1 the largest with which no more searches ended far behind a split that they did not dare.
-    Larger: fewer risks, and more such searches."""
+    of 0.4 and 0.7 the one with which fewer searches ended behind a split that they did not dare, and nearly as few
+    trials ran out of memory. Larger: fewer risks, and more such searches."""
     blind_oom_price: float = 0.1
     """The price where trials do not tell what is held at rest: running out of memory is then the only way to
     learn what fits, so it stays the same. A choice."""
     deviations: float = CONFIDENCE
     """The optimism: faster than predicted by this many standard deviations."""
-    is_last: bool = False
-    """Whether it is asked after all others, before a search ends: then what cannot run out of memory, though it may
-    keep too little headroom, is worth its upper confidence bound, too, times the probability to keep it. A choice:
-    asked sooner, it led the searches of one recorded job to run out of memory."""
     least_chance: float = 0.2
-    """Before a search ends what runs keeps its headroom with no smaller chance: of 110 peaks that the model gave none
-    seven kept within the limit, and where it likely runs, to find out costs a trial and hardly an OOM. A choice.
+    """What runs keeps its headroom with no smaller chance: of 110 peaks that the model gave none seven kept within the
+    limit, and where it likely runs, to find out costs a trial and hardly an OOM. A choice.
     Larger: more trials that lack headroom; smaller: larger gains missed."""
     min_trials: int = 6
     """A choice: half of all searches take as many anyway, and those that ended far behind the best mostly had had three
@@ -68,10 +65,8 @@ class UpperConfidenceBound:
         gain, price, fits = bound, self.blind_oom_price, _fits(state, scores)
         if state.memory.knows_rest:
             # that the models were wrong is a reason to measure what surely fits or runs, and none to risk an OOM
-            is_no_risk = scores.cannot_oom if self.is_last else scores.surely_feasible
-            gain = np.where(is_no_risk, bound, scores.expected_improvement())
-            if self.is_last:
-                fits = np.maximum(fits, self.least_chance * scores.runs)
+            gain = np.where(scores.cannot_oom, bound, scores.expected_improvement())
+            fits = np.maximum(fits, self.least_chance * scores.runs)
             first_that_ran = next(number for number, trial in enumerate(state.trials) if trial.ran)
             num_oom = sum(trial.lacks_memory and not trial.ran for trial in state.trials[first_that_ran:])
             price = self.oom_price * (1 + num_oom)
@@ -82,7 +77,7 @@ class UpperConfidenceBound:
         if worth.max() < self.min_gain and num_ran < self.min_trials:
             is_near = scores.surely_feasible & (bound > -self.most_lost)
             worth = np.where(is_near, 1.0 + bound + scores.just_beyond, -np.inf)
-        if worth.max() < self.min_gain and num_ran < self.min_trials and self.is_last:
+        if worth.max() < self.min_gain and num_ran < self.min_trials:
             tells_much = (fits >= LIKELY) | state.is_first_share(scores.table)
             worth = np.where(tells_much, self._worth(state, scores, fits * bound, price), -np.inf)
         row = int(worth.argmax())

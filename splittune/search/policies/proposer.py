@@ -21,13 +21,10 @@ from splittune.split import SplitSpace
 
 POLICIES: tuple[Policy, ...] = (
     StartSmall(),
-    FindBaseline(min_fewer_steps=0.2, min_gain=0.05),  # in large strides, while they promise speed
+    FindBaseline(),  # what the result is compared with
     TellApart(),
     UpperConfidenceBound(),
-    FindBaseline(min_fewer_steps=0.05),  # what the result is compared with
     SmallestLeft(),
-    # before it ends: an OOM costs a trial then, and stands in no other's way
-    UpperConfidenceBound(oom_price=0.25, is_last=True),
 )
 
 

@@ -37,15 +37,6 @@ def test_a_few_steps_less_are_not_worth_a_trial() -> None:
     assert FindBaseline(min_fewer_steps=0.6).propose(state) is None
 
 
-def test_fewer_steps_that_promise_no_speed_are_worth_no_trial() -> None:
-    """A step in 2 micro-steps instead of 1 costs 10 ms of 150: worth a trial where 5 % count, not where half does."""
-    state = state_after(job(2, B=64), [even(64, 32, 2), even(64, 2, 2)])
-    wanted = FindBaseline(min_gain=0.05).propose(state)
-    assert wanted is not None
-    assert wanted.split == even(64, 1, 2)
-    assert FindBaseline(min_gain=0.5).propose(state) is None
-
-
 def test_where_memory_is_flat_its_strides_are_long() -> None:
     """The reduce holds 3,000 MiB, more than 5 samples do, and a sample may take 200 for all that is seen. On a card of
     6,000 MiB all 18 are taken at once, which is likely enough; where that is asked to be sure, fewer are."""
