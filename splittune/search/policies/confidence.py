@@ -25,7 +25,7 @@ class UpperConfidenceBound:
 
     A risk is worth the expected improvement times the probability of feasibility, less the probability of an OOM times
     its price. Worked: 0.3 that keeps its headroom with a chance of 0.7, and runs with one of 0.8, is worth
-    ``0.7 x 0.3 - 0.2 x 0.4 = 0.13``, and a trial; if it runs with a chance of 0.4 it is worth none. Each trial that
+    ``0.7 x 0.3 - 0.2 x 0.4 = 0.13``, and a trial; with chances of 0.4 and 0.5 it is worth none. Each trial that
     ran out of memory makes the next one dearer by the price: it shows that risks are larger here than they look. Those
     before one ran do not: nothing was foretold of them.
 
