@@ -77,9 +77,9 @@ class UpperConfidenceBound:
         if worth.max() < self.min_gain and num_ran < self.min_trials:
             is_near = scores.surely_feasible & (bound > -self.most_lost)
             worth = np.where(is_near, 1.0 + bound + scores.just_beyond, -np.inf)
-        if worth.max() < self.min_gain and num_ran < self.min_trials:
-            tells_much = (fits >= LIKELY) | state.is_first_share(scores.table)
-            worth = np.where(tells_much, self._worth(state, scores, fits * bound, price), -np.inf)
+            if worth.max() < self.min_gain:
+                tells_much = (fits >= LIKELY) | state.is_first_share(scores.table)
+                worth = np.where(tells_much, self._worth(state, scores, fits * bound, price), -np.inf)
         row = int(worth.argmax())
         if worth[row] < self.min_gain:
             return None
