@@ -14,6 +14,11 @@ from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.memory import MemoryModel
 from splittune.split import BatchSplit, SplitSpace
 
+# Of the way from the least that a device may need to the most, so much is to fit. A choice: with the ends and the
+# middle alone the best was no candidate where one device may hold a little more than it surely can, and not half as
+# much as it might. More: each proposal takes longer.
+PARTS = (1.0, 0.75, 0.5, 0.25, 0.0)
+
 
 def candidates(
     space: SplitSpace,
@@ -24,7 +29,7 @@ def candidates(
 ) -> SplitTable:
     """Splits whose devices finish together: for each micro-batch and number of devices taking part.
 
-    There are splits for each of the four answers of `_largest_shards`.
+    There are splits for each answer of `_largest_shards`.
 
     Args:
         space: the legal splits.
@@ -63,17 +68,15 @@ def neighbours(split: BatchSplit, min_shard_size: int) -> SplitTable:
 def _largest_shards(
     pairs: FloatArray, memory: MemoryModel, limits: FloatArray, failures: Sequence[JudgedTrial]
 ) -> FloatArray:
-    """(4, N, n) the largest shards that fit, for N pairs of accumulation steps and micro-batch.
+    """(8, N, n) the largest shards that fit, for N pairs of accumulation steps and micro-batch.
 
-    Four answers, from sure to possible:
-        1  the most that memory may need fits
-        2  as 1, but GPU 0, which holds what no other device does, as in 3
-        3  half way from the most to the least need fits
-        4  the least that memory may need fits
+    From sure to possible: of the way from the least that memory may need to the most, 1, 3/4, 1/2, 1/4 or nothing
+    fits. The middle three are there twice, first for GPU 0 alone, which holds what no other device does: the others
+    have what surely fits then.
     """
     num_pairs, num_devices = len(pairs), len(limits)
-    steps, sizes = np.tile(pairs, (3, 1)).T  # answers 1, 3 and 4, one below the other
-    parts = np.repeat([1.0, 0.5, 0.0], num_pairs)[:, None]  # of the way from the least to the most need
+    steps, sizes = np.tile(pairs, (len(PARTS), 1)).T  # one part below the other
+    parts = np.repeat(PARTS, num_pairs)[:, None]
     low = np.zeros((len(sizes), num_devices))
     high = np.repeat(sizes[:, None], num_devices, axis=1)
     for failure in failures:
@@ -83,6 +86,6 @@ def _largest_shards(
         needed = memory.needed(steps, middle, sizes)
         fits = needed.least + parts * (needed.most - needed.least) <= limits
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
-    sure, likely, possible = low.reshape(3, num_pairs, num_devices)
-    only_gpu0_unsure = np.where(np.arange(num_devices) == 0, likely, sure)
-    return np.stack([sure, only_gpu0_unsure, likely, possible])
+    sure, *unsure, possible = low.reshape(len(PARTS), num_pairs, num_devices)
+    only_gpu0_unsure = [np.where(np.arange(num_devices) == 0, one, sure) for one in unsure]
+    return np.stack([sure, *only_gpu0_unsure, *unsure, possible])

@@ -1,10 +1,29 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittune.search.candidates.generate import neighbours
+from splittune.search.candidates.generate import candidates, neighbours
+from splittune.split import SplitSpace
 from tests.search.problem import split
+
+
+def test_gpu0_has_what_surely_fits_and_what_may_and_some_between() -> None:
+    """Of 12 bytes a sample takes 1 to 4: 3 samples surely fit, 12 at best, and 3, 4 and 6 by 13/4, 10/4 and 7/4 bytes.
+    The other device, as fast, has the rest of 64."""
+
+    def needed(steps: Any, shards: Any, sizes: Any) -> Any:
+        return SimpleNamespace(least=shards * [1, 0], most=shards * [4, 0])
+
+    space = SplitSpace(global_batch_size=64, num_devices=2, shares="each")
+    as_fast: Any = SimpleNamespace(curves=[lambda shares: shares] * 2, gpu0_per_sample_s=0.0)
+    memory: Any = SimpleNamespace(needed=needed)
+    table = candidates(space, [as_fast], memory, np.array([12.0, 12.0]), ())
+    assert set(table.where(table.steps == 1).shards[:, 0]) == {0, 3, 4, 6, 12}
 
 
 def test_neighbours_move_one_sample_or_a_quarter_or_exchange_shares() -> None:
