@@ -136,13 +136,14 @@ class SearchState:
         """The splits that are neither measured nor ruled out.
 
         Where they are too many to list, candidates are the even ones, those balanced under the curves of
-        the time model, and the neighbours of the fastest so far.
+        the time model, and the neighbours of the fastest so far that fit, or where none does of those that ran.
         """
         table = self.tables.listed
         if not self.tables.is_complete:
             balanced = candidates(self.space, self.time.likely_hypotheses, self.memory, self.limits, self.trials)
-            fastest = sorted((trial for trial in self.trials if trial.fits), key=lambda trial: -trial.throughput)
-            near = [neighbours(trial.split, self.space.min_shard_size) for trial in fastest[:NUM_NEAR]]
+            fitting = sorted((trial for trial in self.trials if trial.fits), key=lambda trial: -trial.throughput)
+            known = fitting or [trial for trial in self.trials if trial.ran]
+            near = [neighbours(trial.split, self.space.min_shard_size) for trial in known[:NUM_NEAR]]
             table = concatenate(self.tables.evens, balanced, *near)
         return table.where(open_rows(table, self.trials))
 

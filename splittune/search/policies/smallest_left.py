@@ -17,50 +17,65 @@ from splittune.split.shards import share_out
 class SmallestLeft:
     """The smallest split that no failure has ruled out, for as long as none fits.
 
-    It is the last policy: before a trial ran no other wants one, and afterwards it is what remains
-    when the models see no candidate any more. Of splits with the same micro-batch, the one with the
-    fewest samples on the devices that likely ran out of memory comes first, then the one with the
-    most steps. One step holds one copy of the gradients less, and may fit where no accumulation does:
-    then the whole batch is split, as it likeliest fits where a trial told what is held, else evenly first and
-    from then on beneath the shares that failed.
-    Where splits are too many to list, those listed and those beneath failures may all be ruled out: then
-    what failed with some samples moved to another device is tried, until no failure leaves any open.
+    It is the last policy: before a trial ran no other wants one, and afterwards it is what remains when the models see
+    no candidate any more. Once a trial ran, without enough headroom, the splits that likeliest fit by what it held come
+    first. Of splits with the same micro-batch, the one with the fewest samples on the devices that likely lacked memory
+    comes first, then the one with the most steps. One step holds one copy of the gradients less, and may fit where no
+    accumulation does: then the whole batch is split, after a trial ran with the fewest samples on the devices that
+    lacked memory, else evenly first and from then on beneath the shares that failed.
+    Where splits are too many to list, those listed and those beneath failures may all be ruled out: then what failed
+    with some samples moved to another device is tried, until no failure leaves any open.
     """
 
     def propose(self, state: SearchState) -> Proposal | None:
         if state.any_fits:
             return None
-        table = state.tables.listed
-        if state.space.shares == "each":
-            table = concatenate(table, singles_table(state.space), _beneath_failures(state))
-        table = table.where(open_rows(table, state.trials))
-        if not len(table) and not state.tables.is_complete:
-            table = concatenate(*(neighbours(t.split, state.space.min_shard_size) for t in state.trials))
-            table = table.where(open_rows(table, state.trials))
+        table = self._likeliest(self._left(state), state)
+        if not len(table):
+            return None
         accumulating = table.where(table.steps > 1)
         if len(accumulating):
             reason = "nothing fitted so far: the smallest split left"
             split = accumulating.split(self._smallest(accumulating, state))
             return Proposal(split=split, kind="smallest left", reason=reason)
-        if not len(table):
-            return None
         reason = "nothing fits that accumulates: the whole batch at once"
-        likeliest = self._likeliest(table, state)
-        split = likeliest.split(self._furthest_from_failures(likeliest, state))
+        if state.any_ran:
+            burdens = self._burdens(table, state)
+            table = table.where(burdens <= burdens.min())
+        split = table.split(self._furthest_from_failures(table, state))
         return Proposal(split=split, kind="whole batch", reason=reason)
+
+    @staticmethod
+    def _left(state: SearchState) -> SplitTable:
+        """Splits that are neither measured nor ruled out."""
+        table = state.tables.listed
+        if state.space.shares == "each":
+            table = concatenate(table, singles_table(state.space), _beneath_failures(state))
+        if state.scores is not None:
+            table = concatenate(table, state.scores.table)
+        table = table.where(open_rows(table, state.trials))
+        if not len(table) and not state.tables.is_complete:
+            table = concatenate(*(neighbours(t.split, state.space.min_shard_size) for t in state.trials))
+            table = table.where(open_rows(table, state.trials))
+        return table
 
     @staticmethod
     def _likeliest(table: SplitTable, state: SearchState) -> SplitTable:
         """The rows that likeliest fit, by what was held in the trials that ran; all where nothing tells them apart."""
         chances = state.memory.needed(table.steps, table.shards).chance_below(state.limits)
-        return table.where(chances >= chances.max())
+        return table.where(chances >= chances.max(initial=0.0))
 
     @staticmethod
     def _smallest(table: SplitTable, state: SearchState) -> int:
         """The row of the smallest micro-batch; of those the one with least on the devices that failed."""
+        burdens = SmallestLeft._burdens(table, state)
+        return int(np.lexsort((-table.steps, burdens, table.micro_batch_sizes))[0])
+
+    @staticmethod
+    def _burdens(table: SplitTable, state: SearchState) -> FloatArray:
+        """(N,) samples on the devices that likely lacked memory."""
         suspects = sorted({device for trial in state.trials for device in trial.likely_oom_devices})
-        burden = table.shards[:, suspects].sum(axis=1)
-        return int(np.lexsort((-table.steps, burden, table.micro_batch_sizes))[0])
+        return np.asarray(table.shards[:, suspects].sum(axis=1))
 
     @staticmethod
     def _furthest_from_failures(table: SplitTable, state: SearchState) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from splittune.profiling.measurement import Outcome
 from splittune.search import find_best_split
 from splittune.search.candidates.table import can_be_listed
 from splittune.search.policies.proposer import Proposer
@@ -113,3 +114,20 @@ def test_where_all_that_is_listed_fails_samples_move_to_cards_that_did_not() -> 
     )
     assert found.best.split.shard_sizes[2] > 3
     assert max(share for device, share in enumerate(found.best.split.shard_sizes) if device != 2) <= 3
+
+
+def test_what_likely_fits_by_what_a_trial_held_comes_first() -> None:
+    """The smallest even split gives GPU 1 two samples, and it has room for one. GPU 0 has, too, and GPUs 2 to 4 and 6
+    for many: after that trial none is needed that runs out of memory before one fits."""
+    small, large = card_memory(sample=100, total=415), card_memory(sample=100, total=5000)
+    gpu0 = card_memory(is_first=True, sample=100, total=380)
+    problem = job([gpu0, small, large, large, large, small, large], B=16, shares="each")
+    space = replace(problem.space(), min_shard_size=1)
+    assert not can_be_listed(space)
+    found = find_best_split(
+        space, problem.measure, min_headroom_bytes=problem.min_headroom_bytes, max_trials=2, confirm=problem.confirm
+    )
+    first, second = (trial.measurement for trial in found.trials[:2])
+    assert first.outcome is Outcome.NO_HEADROOM
+    assert first.split.shard_sizes == (1, 2, 1, 1, 1, 1, 1)
+    assert second.outcome is Outcome.OK
