@@ -40,7 +40,7 @@ class Envelope:
     steps, beta what a sample of the device's share takes, omega what one of the micro-batch does.
 
     - **The most**: the highest line that lies below every point where `f` is known to be no more; no less than `f`
-      was at a size that is no larger, and from a jump on as steep as such a line may be.
+      was at a size that is no larger, and beyond a jump no less than what surely grows on top.
     - **The least**: f is convex and never falls, so a chord to a point where f is no less goes on
       beyond it, and beta is no less than the steepest chord. A chord over a jump does not count: f rose by more than
       in proportion to what was above a rest that is known, or by so much that it is less further on than the chord.
@@ -121,25 +121,20 @@ class Envelope:
         highest = self.rest + (rows @ self.corners.T).max(axis=1)
         # after a jump f may be above every line; it never falls
         no_less = np.where((sizes[:, None] >= self.at_least.sizes).all(axis=2), self.at_least.num_bytes, 0.0)
-        from_jump = self._from_jump(sizes, self.corners[:, 1:].max(axis=0))
-        highest = np.maximum(highest, np.maximum(no_less.max(axis=1, initial=0.0), from_jump))
+        highest = np.maximum(highest, np.maximum(no_less.max(axis=1, initial=0.0), self._beyond_jump(sizes)))
         is_enough = (self.at_most.sizes >= sizes[:, None]).all(axis=2)
         return np.asarray(np.minimum(highest, np.where(is_enough, self.at_most.num_bytes, np.inf).min(axis=1)))
 
     def sure(self, sizes: FloatArray) -> FloatArray:
         """(N,) the least of what grows, from rest or from a jump, for `sizes` (N, 2); no more than `most`."""
-        grown = np.maximum(self.rest + sizes @ self.least_slopes, self._from_jump(sizes, self.least_slopes))
+        grown = np.maximum(self.rest + sizes @ self.least_slopes, self._beyond_jump(sizes))
         return np.asarray(np.minimum(grown, self.most(sizes)))
 
-    def _from_jump(self, sizes: FloatArray, slopes: FloatArray) -> FloatArray:
-        """(N,) bytes, growing by `slopes`, (2,), from the nearest jump before `sizes`, (N, 2); 0 without one."""
-        if not len(self.jumped.num_bytes):
-            return np.zeros(len(sizes))
+    def _beyond_jump(self, sizes: FloatArray) -> FloatArray:
+        """(N,) what surely grows from a jump before `sizes`, (N, 2); 0 where there was none."""
         further = sizes[:, None] - self.jumped.sizes
-        grown = np.where((further >= 0).all(axis=2), further @ slopes, np.inf)
-        nearest = grown.argmin(axis=1)
-        from_nearest = self.jumped.num_bytes[nearest] + grown[np.arange(len(sizes)), nearest]
-        return np.where(np.isfinite(from_nearest), from_nearest, 0.0)
+        grown = np.where((further >= 0).all(axis=2), self.jumped.num_bytes + further @ self.least_slopes, 0.0)
+        return np.asarray(grown.max(axis=1, initial=0.0))
 
     def least(self, sizes: FloatArray) -> FloatArray:
         """(N,) for `sizes` (N, 2)."""
