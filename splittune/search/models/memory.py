@@ -90,6 +90,8 @@ class MemoryModel:
         """Whether no device has run out of memory that its allocator was to have handed back: in pieces it cannot."""
         self._num_surprises = 0
         """How many trials took more than was foretold without a margin."""
+        self.unforeseen_ooms = 0.0
+        """OOMs once a trial ran, each counted by the chance with which it was foretold to run."""
         self.errors: list[float] = []
         """Of each prediction: measured over most, minus 1, on the device furthest above.
 
@@ -346,6 +348,7 @@ class MemoryModel:
         self.errors.append(float(errors.max()))
         self._hands_back &= has_run or self.errors[-1] <= 0
         if not has_run:
+            self.unforeseen_ooms += float(told.chance_below(self.budget_bytes)[0])
             left, is_sure = self.budget_bytes - told.foretold[0], told.most_after_cache_flush[0] <= self.budget_bytes
             taken = np.where(is_sure, left, 0.0)
             self._jumps += [_Jump(i, split.shard_sizes[i], float(taken[i])) for i in trial.oom_devices if left[i] >= 0]

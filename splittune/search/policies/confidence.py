@@ -26,8 +26,8 @@ class UpperConfidenceBound:
     A risk is worth the expected improvement times the probability of feasibility, less the probability of an OOM times
     its price. Worked: 0.3 that keeps its headroom with a chance of 0.7, and runs with one of 0.8, is worth
     ``0.7 x 0.3 - 0.2 x 0.4 = 0.13``, and a trial; with chances of 0.4 and 0.5 it is worth none. Each trial that
-    ran out of memory makes the next one dearer by the price: it shows that risks are larger here than they look. Those
-    before one ran do not: nothing was foretold of them.
+    ran out of memory makes the next one dearer, by the price times the chance with which it was foretold to run: by so
+    much it shows that risks are larger here than they look. Those before one ran do not: nothing was foretold of them.
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
     may be as little as `most_lost` behind the best is measured, too, first what gives a device just more than any trial
@@ -39,7 +39,7 @@ class UpperConfidenceBound:
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
     oom_price: float = 0.4
-    """What a trial that runs out of memory costs, in logarithms of time; as much more for each that did. A choice:
+    """What a trial that runs out of memory costs, in logarithms of time; more for each that did. A choice:
     of 0.4 and 0.7 the one with which fewer searches ended behind a split that they did not dare, and nearly as few
     trials ran out of memory. Larger: fewer risks, and more such searches."""
     blind_oom_price: float = 0.1
@@ -67,9 +67,7 @@ class UpperConfidenceBound:
             # that the models were wrong is a reason to measure what surely fits or runs, and none to risk an OOM
             gain = np.where(scores.cannot_oom, bound, scores.expected_improvement())
             fits = np.maximum(fits, self.least_chance * scores.runs)
-            first_that_ran = next(number for number, trial in enumerate(state.trials) if trial.ran)
-            num_oom = sum(trial.lacks_memory and not trial.ran for trial in state.trials[first_that_ran:])
-            price = self.oom_price * (1 + num_oom)
+            price = self.oom_price * (1 + state.memory.unforeseen_ooms)
         worth = self._worth(state, scores, fits * gain, price)
         if state.doubt > SIGNIFICANT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)

@@ -13,6 +13,7 @@ from splittune.search import MemoryModel
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import FADING, MOST_MARGIN
 from splittune.search.models.memory_readings import REPEATABILITY
+from splittune.split import BatchSplit
 from tests.search.models.predictions import B, interval, truth_of
 from tests.search.problem import MIB, card_memory, even, job, rows, split, trial, trials
 
@@ -165,6 +166,24 @@ def test_a_failure_that_was_not_foreseen_widens_the_margin() -> None:
     model.observe([JudgedTrial(measurement=failed, oom_devices=frozenset({1}))])
     assert model.errors[-1] > 0
     assert model.margin > before
+
+
+def test_an_oom_is_unforeseen_by_the_chance_with_which_it_was_foretold_to_run() -> None:
+    """After one sample on each card two are foretold to run with a chance of 98 %, and seven with none. Before a trial
+    ran nothing is foretold."""
+    problem = job([card_memory(is_first=True, sample=3000, total=8000), card_memory(sample=3000, total=8000)], B=14)
+    ran, two, seven = even(14, 7, 2), even(14, 4, 2), even(14, 1, 2)
+
+    def out_of_memory(split: BatchSplit) -> JudgedTrial:
+        return JudgedTrial(measurement=Measurement(split=split, outcome=Outcome.OUT_OF_MEMORY))
+
+    model = MemoryModel(trials(problem, [ran]), 2)
+    assert interval(model, two).chance_below(model.budget_bytes) == pytest.approx(0.98, abs=0.01)
+    model.observe([out_of_memory(seven)])
+    assert model.unforeseen_ooms == 0
+    model = MemoryModel([*trials(problem, [ran]), out_of_memory(two)], 2)
+    assert model.unforeseen_ooms == pytest.approx(0.98, abs=0.01)
+    assert MemoryModel([out_of_memory(two), *trials(problem, [ran])], 2).unforeseen_ooms == 0
 
 
 def test_what_ran_out_of_memory_unforeseen_is_not_held_to_fit_again() -> None:
