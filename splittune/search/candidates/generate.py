@@ -14,7 +14,7 @@ from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.memory import MemoryModel
 from splittune.split import BatchSplit, SplitSpace
 
-# Of the way from the least that a device may need to the most, so much is to fit. A choice: with the ends and the
+# What is to fit: so much of the way from the least that a device may need to the most. A choice: with the ends and the
 # middle alone the best was no candidate where one device may hold a little more than it surely can, and not half as
 # much as it might. More: each proposal takes longer.
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -70,9 +70,9 @@ def _largest_shards(
 ) -> FloatArray:
     """(8, N, n) the largest shards that fit, for N pairs of accumulation steps and micro-batch.
 
-    From sure to possible: of the way from the least that memory may need to the most, 1, 3/4, 1/2, 1/4 or nothing
-    fits. The middle three are there twice, first for GPU 0 alone, which holds what no other device does: the others
-    have what surely fits then.
+    From sure to possible: what fits is the most that memory may need, or 3/4, 1/2, 1/4 or none of the way there from
+    the least. The middle three are there twice, first for GPU 0 alone, which holds what no other device does: the
+    others have what surely fits then.
     """
     num_pairs, num_devices = len(pairs), len(limits)
     steps, sizes = np.tile(pairs, (len(PARTS), 1)).T  # one part below the other

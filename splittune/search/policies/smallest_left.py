@@ -35,11 +35,13 @@ class SmallestLeft:
             return None
         accumulating = table.where(table.steps > 1)
         if len(accumulating):
-            reason = "nothing fitted so far: the smallest split left"
+            which = "the smallest that likeliest fits" if state.any_ran else "the smallest split left"
+            reason = f"nothing fitted so far: {which}"
             split = accumulating.split(self._smallest(accumulating, state))
             return Proposal(split=split, kind="smallest left", reason=reason)
         reason = "nothing fits that accumulates: the whole batch at once"
         if state.any_ran:
+            reason = "nothing fitted so far: the whole batch at once likeliest fits"
             burdens = self._burdens(table, state)
             table = table.where(burdens <= burdens.min())
         split = table.split(self._furthest_from_failures(table, state))
