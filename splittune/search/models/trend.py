@@ -21,6 +21,9 @@ DRAWN = 6
 # peaks draw holds at twice the larger size with a chance of a half. A choice: of 0 to 1.4, log 2 and more foretold best
 # which splits keep their headroom. Larger: more risks are taken.
 ASSUMED = float(np.log(2))
+# And so much where peaks of one size alone were read, and what the forward left says how they grow. A choice: of 1.5, 3
+# and 6 times `ASSUMED` 3 foretold best which splits run.
+ASSUMED_OF_ONE = 3 * ASSUMED
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,10 @@ class Trend:
 
     Worked: GPU 0 held 1, 1.2, 1.4 and 1.6 GiB with micro-batches of 1, 2, 3 and 4. From 2 to 4 the line held, and
     log 2 is assumed, so with 5 it holds 1.8 GiB with a chance of ``log(4) / (log(4) + log(5 / 4)) = 0.86``.
+
+    A single size draws no line, but what the forward left grows in proportion, and of what else is above rest something
+    between none and all. Worked: of 10 GiB with 2 samples 4 rest, and the forward left 5. With 4 samples it is
+    ``10 + 5`` to ``10 + 6``.
     """
 
     corners: FloatArray
@@ -42,14 +49,18 @@ class Trend:
     """(2,) the largest share, and micro-batch, on the line."""
     seen: FloatArray
     """(2,) `ASSUMED`, and the logarithms of how many times as large as those that it takes to draw the line."""
+    only_beyond: bool = False
+    """Whether it tells of larger sizes alone: what one size took may be what takes as much without samples."""
 
     @classmethod
     def through(cls, readings: Sequence[Reading]) -> Trend | None:
-        """Through as many of the largest peaks as lie on one line; None of fewer than two."""
+        """Through as many of the largest peaks as lie on one line; None of fewer than two, unless one size tells."""
         peaks: dict[tuple[float, float], list[int]] = {}
         for reading in readings:
             peaks.setdefault(reading.size, []).append(reading.peak_bytes)
         order = sorted(peaks, key=lambda size: (-max(peaks[size]), -size[1], -size[0]))
+        if len(order) == 1:
+            return cls._through_one(readings)
         sizes = np.array(order, dtype=float).reshape(-1, 2)
         most = np.array([min(peaks[size]) for size in order], dtype=float)
         least = np.array([max(peaks[size]) for size in order], dtype=float)
@@ -68,6 +79,21 @@ class Trend:
         seen = ASSUMED + np.log(np.maximum(largest, 1.0) / np.maximum(before, 1.0))
         return cls(corners, largest, seen)
 
+    @classmethod
+    def _through_one(cls, readings: Sequence[Reading]) -> Trend | None:
+        """Through the peak of a single size; None where no trial tells what the forward left."""
+        peak = max(reading.peak_bytes for reading in readings)
+        for one in readings:
+            if one.saved_bytes is not None and one.resting_bytes is not None:
+                lines = [
+                    (peak - grown, grown / size * (which == 0), grown / size * (which == 1))
+                    for grown in (one.saved_bytes, peak - one.resting_bytes)
+                    for which, size in enumerate(one.size)
+                    if size
+                ]
+                return cls(np.array(lines), np.array(one.size), np.full(2, ASSUMED_OF_ONE), True)
+        return None
+
     def between(self, sizes: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(N,) the least and the most bytes on the line, for `sizes`, (N, 2)."""
         on_lines = np.column_stack([np.ones(len(sizes)), sizes]) @ self.corners.T
@@ -77,7 +103,8 @@ class Trend:
         """(N,) probability that the line still holds at `sizes`, (N, 2)."""
         asked = np.log(np.maximum(sizes, 1.0) / np.maximum(self.largest, 1.0))
         asked = np.where((sizes > 0) & (self.largest == 0), np.inf, np.maximum(asked, 0.0))
-        return np.asarray((self.seen / (self.seen + asked)).min(axis=1))
+        is_no_larger = (asked == 0).all(axis=1)
+        return np.where(is_no_larger & self.only_beyond, 0.0, (self.seen / (self.seen + asked)).min(axis=1))
 
 
 def _lines_through(sizes: FloatArray, at_most: FloatArray, at_least: FloatArray) -> tuple[int, FloatArray]:

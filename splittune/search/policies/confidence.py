@@ -25,7 +25,7 @@ class UpperConfidenceBound:
 
     A risk is worth the expected improvement times the probability of feasibility, less the probability of an OOM times
     its price. Worked: 0.3 that keeps its headroom with a chance of 0.7, and runs with one of 0.8, is worth
-    ``0.7 x 0.3 - 0.2 x 0.4 = 0.13``, and a trial; with chances of 0.4 and 0.5 it is worth none. Each trial that
+    ``0.7 x 0.3 - 0.2 x 0.35 = 0.14``, and a trial; with chances of 0.4 and 0.5 it is worth none. Each trial that
     ran out of memory makes the next one dearer, by the price times the chance with which it was foretold to run: by so
     much it shows that risks are larger here than they look. Those before one ran do not: nothing was foretold of them.
 
@@ -38,10 +38,10 @@ class UpperConfidenceBound:
     min_gain: float = 0.01
     """Worth, in logarithms of time, of a trial. A choice: the regret that a search aims at. Smaller: more
     trials before the search ends."""
-    oom_price: float = 0.4
+    oom_price: float = 0.35
     """What a trial that runs out of memory costs, in logarithms of time; more for each that did. A choice:
-    of 0.4 and 0.7 the one with which fewer searches ended behind a split that they did not dare, and nearly as few
-    trials ran out of memory. Larger: fewer risks, and more such searches."""
+    of 0.35, 0.4 and 0.7 the one with which the fewest searches ended behind a split that they did not dare, and nearly
+    as few trials ran out of memory. Larger: fewer risks, and more such searches."""
     blind_oom_price: float = 0.1
     """The price where trials do not tell what is held at rest: running out of memory is then the only way to
     learn what fits, so it stays the same. A choice."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -40,6 +42,22 @@ def test_the_line_of_two_peaks_holds_at_twice_the_size_with_a_chance_of_a_half()
     assert Trend.through([]) is None
     assert Trend.through([reading(1, 0, 100)]) is None
     assert Trend.through([reading(1, 0, 130), reading(4, 0, 100)]) is None
+
+
+def test_of_one_size_what_the_forward_left_goes_on() -> None:
+    """Of 10 GiB with 2 samples 4 rest and 5 were left: 15 to 16 with 4, with a chance of three in four. GPU 0 may have
+    held them for its share or for the micro-batch, so with twice as many of either it is 10 to 16."""
+    replica = replace(reading(2, 0, 10 * 1024), resting_bytes=4 * 1024 * MIB, saved_bytes=5 * 1024 * MIB)
+    trend = Trend.through([replica])
+    assert trend is not None
+    assert np.ravel(trend.between(sizes((4, 0)))) / MIB == pytest.approx([15 * 1024, 16 * 1024])
+    # of no more samples it says nothing: what took as much then may take as much without any
+    assert trend.chance(sizes((4, 0), (2, 0), (1, 0))) == pytest.approx([0.75, 0.0, 0.0])
+    gpu0 = Trend.through([replace(replica, size=(2.0, 6.0))])
+    assert gpu0 is not None
+    least, most = gpu0.between(sizes((4, 12), (4, 6), (2, 12)))
+    assert least / MIB == pytest.approx([15 * 1024, 10 * 1024, 10 * 1024])
+    assert most / MIB == pytest.approx([16 * 1024] * 3)
 
 
 def test_of_a_size_that_never_varied_it_says_nothing() -> None:
