@@ -84,7 +84,9 @@ class Trend:
         """Through the peak of a single size; None where no trial tells what the forward left."""
         peak = max(reading.peak_bytes for reading in readings)
         for one in readings:
-            if one.saved_bytes is not None and one.resting_bytes is not None:
+            # the parameters of a replica are copied in the forward of a single step: they are of no sample
+            is_of_samples = one.accumulates or one.size[1] > 0
+            if is_of_samples and one.saved_bytes is not None and one.resting_bytes is not None:
                 lines = [
                     (peak - grown, grown / size * (which == 0), grown / size * (which == 1))
                     for grown in (one.saved_bytes, peak - one.resting_bytes)

@@ -53,6 +53,8 @@ def test_of_one_size_what_the_forward_left_goes_on() -> None:
     assert np.ravel(trend.between(sizes((4, 0)))) / MIB == pytest.approx([15 * 1024, 16 * 1024])
     # of no more samples it says nothing: what took as much then may take as much without any
     assert trend.chance(sizes((4, 0), (2, 0), (1, 0))) == pytest.approx([0.75, 0.0, 0.0])
+    # in a single step the forward copies a replica's parameters, too
+    assert Trend.through([replace(replica, accumulates=False)]) is None
     gpu0 = Trend.through([replace(replica, size=(2.0, 6.0))])
     assert gpu0 is not None
     least, most = gpu0.between(sizes((4, 12), (4, 6), (2, 12)))
