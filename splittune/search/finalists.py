@@ -8,9 +8,12 @@ from math import hypot, log
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from splittune.hardware.base import largest_readings
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.profiling.noise import relative_standard_error
+from splittune.search.candidates.acquisition import expected_improvement
 from splittune.search.choices import CONFIDENCE, LEAST_NOISE
 from splittune.search.judged_trials import JudgedTrial, rank
 
@@ -27,9 +30,12 @@ MOST_COLD = 0.2
 # What the time model says of a split that was measured is off by so much, relative. A choice: its trials tell of all
 # splits what a few steps of one do not. Smaller: measurements count less beside it; larger: noise decides more often.
 MODEL_ERROR = 0.01
-# Of those, one that lacks at most this part of the speed wins if it has more headroom, or is even and the baseline. A
-# choice: nobody sees a thousandth, and everybody understands even shares.
+# Of those, one that lacks at most this part of the speed wins if it has more headroom, or is even and the baseline; and
+# where no more is at stake none is measured again. A choice: nobody sees a thousandth, and everybody understands even
+# shares.
 PRICE = 0.001
+# Times that a finalist is measured again, at most. A choice: the clock is then as good as what the time model says.
+MOST_TURNS = 4
 # A split at which the allocator had to free memory and try again is one fragment away from failing.
 # Another wins if it lacks at most this part of the speed. A choice.
 EDGE_PRICE = 0.05
@@ -90,6 +96,16 @@ class Estimates:
         is_close = [log_s - fastest <= CONFIDENCE * hypot(error, other) for log_s, other in own]
         return [m for m, close in zip(measurements, is_close, strict=True) if close]
 
+    def at_stake(self, measurements: Sequence[Measurement]) -> float:
+        """What to take the fastest may cost, relative: the most that another of these is expected to improve on it.
+
+        Worked: of two that took as long, give or take 0.7 % each, one is expected to be 0.4 % faster.
+        """
+        (log_s, error), *others = sorted(self.of(m.split) for m in measurements)
+        gains = np.array([log_s - other_s for other_s, _ in others])
+        deviations = np.array([hypot(error, own) for _, own in others])
+        return float(expected_improvement(gains, deviations).max(initial=0.0))
+
     def within(self, part: float, measurements: Sequence[Measurement]) -> list[Measurement]:
         """Those that take at most this part longer than the fastest, in the order given."""
         fastest = min((self.of(m.split)[0] for m in measurements), default=0.0)
@@ -109,8 +125,9 @@ def confirm_finalists(
     2. The fastest splits in turn, by `Estimates` with the seconds `foretold`, until `NUM_FINALISTS` of them
        fitted again, the baseline among them if it is that fast.
     3. The first trial that fitted, which may have been cold, if it lacks at most `MOST_COLD`.
-    4. Those within the noise of the fastest, a second time in the opposite order: a drift of the
-       clocks then falls on all alike. Both measurements count.
+    4. Those within the noise of the fastest, again and each time in the opposite order: a drift of the
+       clocks then falls on all alike. That is while more than `PRICE` is `at_stake`, and up to `MOST_TURNS` times
+       in all. All measurements count.
 
     The fastest by the estimates wins. Of those within the noise of it, at most `PRICE` behind it and no
     slower than the baseline as both were confirmed, the one with most headroom wins, then the one that was
@@ -143,14 +160,16 @@ def confirm_finalists(
     fastest = max((measurement.throughput or 0.0 for measurement in ran), default=0.0)
     if ran and (ran[0].throughput or 0.0) >= (1 - MOST_COLD) * fastest:
         fits_again(ran[0].split, "the first trial, which may have been cold, once more")
-    close = estimates.within_noise([m for m in confirmed.values() if m.outcome is Outcome.OK])
-    if len(close) > 1 and any(relative_standard_error(m.main_times_s) > 0 for m in close):
-        for once in reversed(close):
-            again = measure_again(once.split, "too close to call: in turn, once more", 2)
+    for turn in range(2, MOST_TURNS + 1):
+        close = estimates.within_noise([m for m in confirmed.values() if m.outcome is Outcome.OK])
+        if not close or estimates.at_stake(close) <= PRICE:
+            break
+        for once in close[:: 1 if turn % 2 else -1]:
+            again = measure_again(once.split, "too close to call: in turn, once more", turn)
             confirmed[once.split] = _together(once, again)
             if again.outcome is Outcome.OK:
                 estimates.add(again)
-    baseline = baseline_again()  # where it failed in the second turn, the next
+    baseline = baseline_again()  # where it failed in a later turn, the next
     in_order = [confirmed[m.split] for m in fitting if m.split in confirmed]
     close = _off_the_edge([m for m in in_order if m.outcome is Outcome.OK])
     close = estimates.within(PRICE, estimates.within_noise(close))

@@ -59,8 +59,8 @@ def find_best_split(
 
     `sampler` chooses what to measure. Even splits among it find the baseline: the one at the fewest
     accumulation steps that fits. No split is searched twice. None is tried that a failure has ruled
-    out. At the end the baseline and up to three of the best are measured once more; those too close
-    to call are measured twice and in turn. The fastest wins, by all its measurements and the time
+    out. At the end the baseline and up to three of the best are measured once more, and in turn those
+    too close to call, until little is at stake. The fastest wins, by all its measurements and the time
     model; within the noise the one with more headroom.
 
     Args:

@@ -56,13 +56,18 @@ class CandidateScores:
         return np.asarray(self.best_log_s - self.times.log_s + faster)
 
     def expected_improvement(self) -> FloatArray:
-        """(N,) the gain, in logarithms of time, that is to be expected if what is no gain counts as 0.
+        """(N,) the `expected_improvement` of each split on the fastest that fits, in logarithms of time."""
+        return expected_improvement(self.best_log_s - self.times.log_s, self.times.deviation)
 
-        Of a normal distribution with mean m and standard deviation s it is ``m Phi(m / s) + s phi(m / s)``: Jones,
-        Schonlau and Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998. Worked: a gain of
-        0.05, give or take 0.18, is expected to improve by ``0.05 x 0.609 + 0.18 x 0.384 = 0.0996``.
-        """
-        mean, deviation = self.best_log_s - self.times.log_s, np.maximum(self.times.deviation, LEAST_DEVIATION)
-        standard = mean / deviation
-        density = np.exp(-(standard**2) / 2) / np.sqrt(2 * np.pi)
-        return np.asarray(mean * ndtr(standard) + deviation * density)
+
+def expected_improvement(gains: FloatArray, deviations: FloatArray) -> FloatArray:
+    """(N,) the gain that is to be expected if what is no gain counts as 0.
+
+    Of a normal distribution with mean m and standard deviation s it is ``m Phi(m / s) + s phi(m / s)``: Jones,
+    Schonlau and Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998. Worked: a gain of
+    0.05, give or take 0.18, is expected to improve by ``0.05 x 0.609 + 0.18 x 0.384 = 0.0996``.
+    """
+    deviations = np.maximum(deviations, LEAST_DEVIATION)
+    standard = gains / deviations
+    density = np.exp(-(standard**2) / 2) / np.sqrt(2 * np.pi)
+    return np.asarray(gains * ndtr(standard) + deviations * density)
