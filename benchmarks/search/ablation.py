@@ -33,7 +33,7 @@ import pandas as pd
 from benchmarks.search.judge import GENERATORS, MAX_TRIALS, RESULTS, judged, seeds
 from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
-from splittune.search import find_best_split, study
+from splittune.search import find_best_split
 from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.models import hypothesis_fit, kinds, weighing
 from splittune.search.models.busy_times import BusyTimes
@@ -78,7 +78,6 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("how much of a peak that is", MemoryReadings, "saved_part", lambda *_: 0.0),
     ("the least by chords", Envelope, "least", Envelope.sure),
     ("peaks that go on as they grew", Trend, "through", lambda _: None),
-    ("the time model's word on finalists", study, "foretold_s", lambda *_: {}),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import hypot, log
 from statistics import median
@@ -27,14 +27,11 @@ NUM_FINALISTS = 3
 # this part of the speed of the fastest, and before that its time may be off by half of it. A choice. Larger: more
 # searches measure one more split.
 MOST_COLD = 0.2
-# What the time model says of a split that was measured is off by so much, relative. A choice: its trials tell of all
-# splits what a few steps of one do not. Smaller: measurements count less beside it; larger: noise decides more often.
-MODEL_ERROR = 0.01
-# Of those, one that lacks at most this part of the speed wins if it has more headroom, or is even and the baseline; and
+# What lacks at most this part of the speed wins if it has more headroom, or is even and the baseline; and
 # where no more is at stake none is measured again. A choice: nobody sees a thousandth, and everybody understands even
 # shares.
 PRICE = 0.001
-# Times that a finalist is measured again, at most. A choice: the clock is then as good as what the time model says.
+# Times that a finalist is measured again, at most. A choice: with twice as many no more searches ended within 1 %.
 MOST_TURNS = 4
 # A split at which the allocator had to free memory and try again is one fragment away from failing.
 # Another wins if it lacks at most this part of the speed. A choice.
@@ -52,20 +49,17 @@ class Confirmed:
 
 
 class Estimates:
-    """Logarithms of the seconds a step of each split, from its trial, its confirmations and the time model.
+    """Logarithms of the seconds a step of each split, from its trial and its confirmations.
 
-    All are averaged, weighed by their inverse variances: few steps of one split are noisy, and the model has
-    seen those of all. The first trial may have been cold, and the model with it, so of that split the
-    confirmations count. Worked: a trial says 1.02 s and the model 1.00 s, either give or take 1 %, so the
+    All are averaged, weighed by their inverse variances. The first trial may have been cold, so of that split the
+    confirmations count. Worked: a trial says 1.02 s and a confirmation 1.00 s, either give or take 1 %, so the
     estimate is 1.01 s, give or take 0.7 %.
 
     Args:
         trials: those that fit, oldest first.
-        foretold: seconds a step that the time model says of them; those that it leaves out are known by their
-            measurements alone.
     """
 
-    def __init__(self, trials: Sequence[Measurement], foretold: Mapping[BatchSplit, float]) -> None:
+    def __init__(self, trials: Sequence[Measurement]) -> None:
         errors = [relative_standard_error(trial.main_times_s) for trial in trials]
         self._noise = max(LEAST_NOISE, median(errors)) if errors else LEAST_NOISE
         self._told: dict[BatchSplit, list[tuple[float, float]]] = {trial.split: [] for trial in trials}
@@ -73,8 +67,6 @@ class Estimates:
             self.add(trial, least_error=MOST_COLD / 2)
         for trial in trials[1:]:
             self.add(trial)
-            if trial.split in foretold:
-                self._told[trial.split].append((log(foretold[trial.split]), MODEL_ERROR))
 
     def add(self, measurement: Measurement, least_error: float = 0.0) -> None:
         """Take in a measurement that fits; its time is off by `least_error` or more, relative."""
@@ -116,13 +108,12 @@ def confirm_finalists(
     even_splits: Sequence[BatchSplit],
     trials: Sequence[JudgedTrial],
     measure_again: Callable[[BatchSplit, str, int], Measurement],
-    foretold: Mapping[BatchSplit, float],
 ) -> Confirmed:
     """Measure the finalists among `trials` once more, by `measure_again(split, reason, turn)`.
 
     1. The baseline. One that does not fit again gives way to the measured even split with the next
        more steps.
-    2. The fastest splits in turn, by `Estimates` with the seconds `foretold`, until `NUM_FINALISTS` of them
+    2. The fastest splits in turn, by `Estimates`, until `NUM_FINALISTS` of them
        fitted again, the baseline among them if it is that fast.
     3. The first trial that fitted, which may have been cold, if it lacks at most `MOST_COLD`.
     4. Those within the noise of the fastest, again and each time in the opposite order: a drift of the
@@ -135,7 +126,7 @@ def confirm_finalists(
     A split at which the allocator had to retry gives way to one that is close.
     """
     ran = [trial.measurement for trial in trials if trial.fits]
-    estimates = Estimates(ran, foretold)
+    estimates = Estimates(ran)
     fitting = sorted(ran, key=lambda m: (estimates.of(m.split)[0], rank(m)))
     fits = {measurement.split for measurement in fitting}
     confirmed: dict[BatchSplit, Measurement] = {}

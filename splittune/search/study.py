@@ -9,19 +9,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
 from splittune.checks import check_limits
 from splittune.errors import ConfigError
 from splittune.profiling.measurement import Measurement
-from splittune.search.candidates.table import SplitTable, even_table
+from splittune.search.candidates.table import even_table
 from splittune.search.finalists import confirm_finalists
 from splittune.search.headroom import headroom_demands
 from splittune.search.judged_trials import JudgedTrial
-from splittune.search.models.kinds import kinds_of
-from splittune.search.models.step_time import TimeModel
 from splittune.search.no_feasible import no_feasible_split
 from splittune.search.result import SearchResult, Stopped, Trial
 from splittune.search.samplers.filtered import FilteredSampler
@@ -60,8 +57,8 @@ def find_best_split(
     `sampler` chooses what to measure. Even splits among it find the baseline: the one at the fewest
     accumulation steps that fits. No split is searched twice. None is tried that a failure has ruled
     out. At the end the baseline and up to three of the best are measured once more, and in turn those
-    too close to call, until little is at stake. The fastest wins, by all its measurements and the time
-    model; within the noise the one with more headroom.
+    too close to call, until little is at stake. The fastest wins, by all its measurements; within the
+    noise the one with more headroom.
 
     Args:
         space: the legal splits.
@@ -146,9 +143,7 @@ class _Search:
         def measure_again(split: BatchSplit, reason: str, turn: int) -> Measurement:
             return self._confirm_one(confirm, split, reason, f"{round_of}:{turn}")
 
-        confirmed = confirm_finalists(
-            even_table(self.space).splits(), self.judged, measure_again, foretold_s(self.space, self.judged)
-        )
+        confirmed = confirm_finalists(even_table(self.space).splits(), self.judged, measure_again)
         if confirmed.best is None:
             raise no_feasible_split(self.trials, stopped, self.demands)
         return SearchResult(
@@ -227,13 +222,3 @@ class _Search:
         self.trials.append(trial)
         if self.on_trial is not None:
             self.on_trial(trial)
-
-
-def foretold_s(space: SplitSpace, trials: Sequence[JudgedTrial]) -> dict[BatchSplit, float]:
-    """Seconds a step of the splits that fit, as the time model says that has seen all trials."""
-    fitting = [trial.split for trial in trials if trial.fits]
-    if not fitting:
-        return {}
-    table = SplitTable.of(fitting)
-    told = TimeModel(trials, kinds_of(space, trials)).predict(table.steps, table.shards)
-    return dict(zip(fitting, np.exp(told.log_s).tolist(), strict=True))
