@@ -70,6 +70,11 @@ class StepCounts:
         """(N,) a, the devices that have a share."""
         return self.matrix[:, 3] + 1
 
+    @property
+    def linked_devices(self) -> FloatArray:
+        """(N,) the devices beside GPU 0 that have a share: parameters, gradients and outputs go over their links."""
+        return np.asarray((self.samples[:, 1:] > 0).sum(axis=1))
+
     def where(self, chosen: NDArray[np.bool_] | Sequence[int]) -> StepCounts:
         """Of these splits alone."""
         return StepCounts(matrix=self.matrix[chosen], samples=self.samples[chosen])

@@ -16,7 +16,6 @@ from splittune.search.models.curves import DOUBT_OF_ONE_SHARE, Curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis, StepCounts
 from splittune.search.models.hypothesis_fit import fit_hypotheses
-from splittune.search.models.kinds import LEAST_GROWTH
 from splittune.search.models.step_trials import StepTrials
 
 # Relative standard deviation of the residuals before trials say more, where busy times are unknown and more of a step
@@ -24,6 +23,9 @@ from splittune.search.models.step_trials import StepTrials
 BLIND_SIGNAL_STD = 0.06
 # Variance that is added to that of the noise, so that the covariance can be inverted.
 JITTER = 1e-8
+# A device whose largest share took this part longer than a single sample has told how fast it is. A choice. Larger:
+# more trials of larger shares on each device.
+TELLING_GROWTH = 0.5
 # For so many hypotheses the best split is solved. A choice: each is one more set of candidates.
 MAX_HYPOTHESES = 4
 
@@ -127,16 +129,17 @@ class TimeModel:
         log_s = np.asarray(self._weights @ logs)
         variance = np.maximum(self._signal_std**2 - np.einsum("ij,ij->i", gains, near), 0.0)
         variance = variance + (self._weights @ told.doubt) ** 2 + self._weights @ (logs - log_s) ** 2
-        # With as many devices as no trial had, what the model holds for constant may be each
-        # device's: the mean lies half way to that, so that such splits get a trial.
+        # With as many devices as no trial had, or as many beside GPU 0, what the model holds for constant
+        # may be each device's: the mean lies half way to that, so that such splits get a trial.
         better = (mean - optimistic) / 2
         deviation = np.sqrt(variance) + np.abs(better)
         return StepTimes(log_s=log_s - better, deviation=deviation, beyond=self._weights @ told.beyond)
 
     def _evaluate(self, steps: FloatArray, shards: FloatArray) -> _Evaluation:
         """What each hypothesis says of N splits."""
-        counts = StepCounts.of(steps, shards)
-        unseen = ~np.isin(counts.active_devices, self._trials.counts.active_devices)
+        counts, seen = StepCounts.of(steps, shards), self._trials.counts
+        unseen = ~np.isin(counts.active_devices, seen.active_devices)
+        unseen |= ~np.isin(counts.linked_devices, seen.linked_devices)
         shape = len(self._hypotheses), len(steps)
         told = _Evaluation(*(np.empty(shape) for _ in fields(_Evaluation)))
         for i, hypothesis in enumerate(self._hypotheses):
@@ -157,7 +160,9 @@ class TimeModel:
         a device had no others, it takes at a larger share x something between what it took at its own
         largest share s and what its kind takes: half of ``log(t(x) / t(s))`` either way. Worked: a kind
         takes 2 ms for 1 to 2 samples, and 8 ms for 13; a device that had 2 takes 4 ms for 13, by a factor
-        of 2 more or less. Without busy times every share that a device had counts as its own.
+        of 2 more or less. The more of s its samples took, the less is in doubt, up to `TELLING_GROWTH`: half as much
+        where s took a quarter longer than a single sample. Without busy times every share that a device had counts as
+        its own.
 
         Nothing tells the speed of a device that had none: its single sample is in as much doubt as another share of a
         device that had only one. In half as much, where another with as much memory had a share: cards of one model
@@ -173,8 +178,9 @@ class TimeModel:
                 continue
             least_s, own_s = curve(np.array([1.0, own[device]]))
             rows = (which == device) & (shards[:, device] > own[device])
-            if rows.any() and own_s < (1 + LEAST_GROWTH) * least_s:
-                doubt[rows] = np.abs(np.log(curve(shards[rows, device]) / own_s)) / 2
+            told = np.clip((own_s / least_s - 1) / TELLING_GROWTH, 0.0, 1.0)
+            if rows.any() and told < 1:
+                doubt[rows] = (1 - told) * np.abs(np.log(curve(shards[rows, device]) / own_s)) / 2
         return doubt
 
     def _interchangeable_groups(self) -> list[tuple[int, ...]]:
@@ -189,7 +195,7 @@ class _Evaluation:
 
     log_s: FloatArray
     optimistic_log_s: FloatArray
-    """`log_s`, but better where no trial had as many devices."""
+    """`log_s`, but better where no trial had as many devices, or as many beside GPU 0."""
     doubt: FloatArray
     """Relative standard deviation of the slowest device's curve, and of whether it is its own."""
     beyond: FloatArray

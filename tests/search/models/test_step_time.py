@@ -151,18 +151,18 @@ def test_a_card_that_never_worked_is_hoped_to_be_like_its_kind() -> None:
 
 
 def test_a_card_that_never_worked_is_in_doubt() -> None:
-    """GPU 0 had no share yet: its single sample may take half or twice what the others' does if it has another memory,
+    """GPU 2 had no share yet: its single sample may take half or twice what the others' does if it has another memory,
     and a fifth more or less if it has as much.
     """
 
-    def doubt_of_gpu0(total: int) -> float:
-        memories = [card_memory(is_first=i == 0, total=10**6 if i else total) for i in range(2)]
-        problem = job(memories, B=B, times=[CardTime(launch_s=0.005, sample_s=0.002)] * 2, shares="each")
-        model = model_of(problem, [split(B, 64, 0, 1), split(B, 32, 0, 2)])
-        return float(doubts(model, split(B, 64, 1, 0))[0])
+    def doubt_of_gpu2(total: int) -> float:
+        memories = [card_memory(is_first=i == 0, total=10**6 if i < 2 else total) for i in range(3)]
+        problem = job(memories, B=B, times=[CardTime(launch_s=0.005, sample_s=0.002)] * 3, shares="each")
+        model = model_of(problem, [split(B, 64, 0, 1, 0), split(B, 32, 0, 2, 0)])
+        return float(doubts(model, split(B, 64, 0, 0, 1))[0])
 
-    assert 0.2 < doubt_of_gpu0(10**6) < 0.3
-    assert 0.4 < doubt_of_gpu0(10**7) < 0.5
+    assert 0.2 < doubt_of_gpu2(10**6) < 0.3
+    assert 0.4 < doubt_of_gpu2(10**7) < 0.5
 
 
 def test_a_card_that_never_worked_is_compared_where_all_were_measured() -> None:
@@ -193,6 +193,15 @@ def test_fewer_cards_than_ever_tried_get_a_chance() -> None:
     alone = split(16, 2, 8, 0)
     as_constant = truth(problem, alone)[0] + 0.05
     assert predicted(model, alone)[0] < 0.9 * as_constant
+
+
+def test_gpu0_alone_tells_nothing_of_another_alone() -> None:
+    """One that is behind a link: what seems constant in a micro-step may be each further card's."""
+    problem = job(3, B=16, shares="each", micro_step_s=0.05)
+    model = model_of(problem, [even(16, 4, 3), even(16, 2, 3), split(16, 2, 8, 0, 0)])
+    own, other = doubts(model, split(16, 2, 8, 0, 0), split(16, 2, 0, 8, 0))
+    assert own < 0.02
+    assert other > 0.2
 
 
 def test_an_update_may_be_all_the_links() -> None:
@@ -321,6 +330,20 @@ def test_a_card_whose_launches_alone_were_seen_is_in_doubt_with_more_samples() -
     known, unknown = doubts(model, split(64, 1, 63, 1), split(64, 1, 1, 63))
     assert known < 0.05
     assert unknown > 0.5
+
+
+def test_the_more_its_samples_took_the_less_a_card_is_in_doubt() -> None:
+    """GPU 1 had 2 samples, and GPU 0 up to 64: launches take as long as 2 samples, 8 or 32."""
+
+    def doubt_of_gpu1(launch_s: float) -> float:
+        problem = job(2, B=64, times=[CardTime(launch_s=launch_s, sample_s=0.001)] * 2, shares="each")
+        model = model_of(problem, [even(64, 16, 2), split(64, 1, 64, 0), split(64, 2, 32, 0), split(64, 4, 16, 0)])
+        return float(doubts(model, split(64, 1, 1, 63))[0])
+
+    told, half_told, untold = (doubt_of_gpu1(launch_s) for launch_s in (0.001, 0.003, 0.031))
+    assert told < 0.05
+    assert 0.3 < half_told < 0.9
+    assert untold > 0.4
 
 
 def test_a_micro_steps_own_time_tells_the_update_from_the_gathering_of_gradients() -> None:
