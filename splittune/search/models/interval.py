@@ -46,7 +46,8 @@ class Interval:
     goes_on: FloatArray
     """Probability that they do, times the part of what is not known that they leave out then."""
     jump: FloatArray
-    """What a share no larger took at least beyond what was foretold, and ran a device out of memory; else 0."""
+    """What a share took at least beyond what was foretold, and ran a device out of memory; of it a part for a share
+    between what ran and that; 0 for what ran."""
 
     def chance_below(self, limits: FloatArray) -> FloatArray:
         """(N,) probability to stay within `limits`, (n,), on the device where it is least.

@@ -192,13 +192,17 @@ class MemoryModel:
         """(N,) what such shares took at least beyond what was foretold, on a card as large; 0 where none jumped.
 
         An algorithm, and the blocks that are free beside what it takes, depend on the share. So it was not the share
-        where either device ran with one as large.
+        where either device ran with one as large. From the largest that ran to the one that ran out it may have begun
+        anywhere: in between such a part of it counts. Worked: 7 samples ran and 10 ran out, by 3 GiB at least, so for
+        9 count 2.
         """
         taken = np.zeros(len(shares))
         for jump in self._jumps:
             pair = (device, jump.device)
-            if self._readings.is_as_large(*pair) and jump.share > self._readings.largest_share(pair):
-                taken = np.where(shares >= jump.share, np.maximum(taken, jump.least_bytes), taken)
+            ran = self._readings.largest_share(pair)
+            if self._readings.is_as_large(*pair) and jump.share > ran:
+                begun = np.clip((shares - ran) / (jump.share - ran), 0.0, 1.0)
+                taken = np.maximum(taken, begun * jump.least_bytes)
         return taken
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
