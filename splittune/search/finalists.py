@@ -27,9 +27,8 @@ NUM_FINALISTS = 3
 # this part of the speed of the fastest, and before that its time may be off by half of it. A choice. Larger: more
 # searches measure one more split.
 MOST_COLD = 0.2
-# What lacks at most this part of the speed wins if it has more headroom, or is even and the baseline; and
-# where no more is at stake none is measured again. A choice: nobody sees a thousandth, and everybody understands even
-# shares.
+# What lacks at most this part of the speed wins if it has more headroom, or is even and the baseline; and where no more
+# is at stake none is measured again. A choice: nobody sees a thousandth, and everybody understands even shares.
 PRICE = 0.001
 # Times that a finalist is measured again, at most. A choice: with twice as many no more searches ended within 1 %.
 MOST_TURNS = 4
@@ -63,10 +62,8 @@ class Estimates:
         errors = [relative_standard_error(trial.main_times_s) for trial in trials]
         self._noise = max(LEAST_NOISE, median(errors)) if errors else LEAST_NOISE
         self._told: dict[BatchSplit, list[tuple[float, float]]] = {trial.split: [] for trial in trials}
-        for trial in trials[:1]:
-            self.add(trial, least_error=MOST_COLD / 2)
-        for trial in trials[1:]:
-            self.add(trial)
+        for trial in trials:
+            self.add(trial, least_error=MOST_COLD / 2 if trial is trials[0] else 0.0)
 
     def add(self, measurement: Measurement, least_error: float = 0.0) -> None:
         """Take in a measurement that fits; its time is off by `least_error` or more, relative."""
@@ -113,8 +110,8 @@ def confirm_finalists(
 
     1. The baseline. One that does not fit again gives way to the measured even split with the next
        more steps.
-    2. The fastest splits in turn, by `Estimates`, until `NUM_FINALISTS` of them
-       fitted again, the baseline among them if it is that fast.
+    2. The fastest splits in turn, by `Estimates`, until `NUM_FINALISTS` of them fitted again, the
+       baseline among them if it is that fast.
     3. The first trial that fitted, which may have been cold, if it lacks at most `MOST_COLD`.
     4. Those within the noise of the fastest, again and each time in the opposite order: a drift of the
        clocks then falls on all alike. That is while more than `PRICE` is `at_stake`, and up to `MOST_TURNS` times
