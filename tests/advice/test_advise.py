@@ -87,10 +87,12 @@ def test_the_card_with_room_is_better_as_gpu_0(advised: TuneResult) -> None:
 
 
 def test_memory_held_by_others_is_called_a_limit(advised: TuneResult) -> None:
-    """Before all remedies it says that no split frees it."""
-    first = advised.advice[0]
-    assert first.is_limit
-    assert "no split frees them" in first.finding
+    """It says that no split frees them, and all limits stand before all remedies."""
+    held = next(row for row in advised.advice if row.remedy == "memory held by others")
+    assert held.is_limit
+    assert "no split frees them" in held.finding
+    are_limits = [row.is_limit for row in advised.advice]
+    assert are_limits == sorted(are_limits, reverse=True)
 
 
 def test_rows_are_sorted_by_gain(advised: TuneResult) -> None:
