@@ -15,12 +15,12 @@ from splittune.search.models import POOR_FIT
 from splittune.search.models.envelope import Envelope, Points, begins_above, steepest_from
 from splittune.search.models.interval import SLACK, Interval
 from splittune.search.models.memory_readings import (
-    QUANTUM_BYTES,
     REPEATABILITY,
     RESTING_FRACTION,
     MemoryReadings,
     size_of,
 )
+from splittune.search.models.overhead import QUANTUM_BYTES, AllocatorOverhead, overhead_of_outputs
 from splittune.search.models.saved import MOST_AT_PEAK, Slopes, saved_slopes
 from splittune.search.models.trend import Trend
 from splittune.split import BatchSplit
@@ -209,6 +209,9 @@ class MemoryModel:
         """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
         overhead, live = self._overheads[device, accumulates], self._alive(device, sizes, accumulates)
         held = live + overhead.most(live)
+        if device == 0:
+            outputs = live + self._overhead_of_outputs(live)
+            held = np.where(sizes[:, 0] == 0, np.maximum(held, outputs), held)
         unseen = held - self._readings.seen(device, sizes)
         is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
         # segments may be new where sizes are
@@ -233,10 +236,11 @@ class MemoryModel:
     def _fit(self) -> None:
         readings = self._readings
         self._overheads = {
-            (device, kind): readings.allocator_overhead(readings.alike(device), accumulates=kind)
+            (device, kind): AllocatorOverhead.of(readings.runs, readings.alike(device), accumulates=kind)
             for device in range(self._n)
             for kind in (False, True)
         }
+        self._overhead_of_outputs = overhead_of_outputs(readings.runs)
         self._envelopes, self._least_parts = {}, {}
         self._fit_trends()
         groups = [group for group in readings.same_memory_groups() if readings.readings(group[0])]

@@ -1,4 +1,4 @@
-"""What the trials tell of each device's peaks: readings, floors, and what the allocator adds."""
+"""What the trials tell of each device's peaks: readings, what rests, and which are alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from splittune.search.choices import TOLERANCE
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.groups import grouped
 from splittune.split import BatchSplit
-from splittune.units import MIB
 
 # Relative repeatability of a live-bytes peak; kernel workspaces change with the batch size. A
 # choice. Larger, and predicted intervals are wider; smaller, and readings contradict each other.
@@ -22,15 +21,6 @@ REPEATABILITY = 0.002
 # and their gradients, as large, come on top. Larger, and growth with the batch is taken for
 # smaller.
 RESTING_FRACTION = 0.5
-# Reserved beyond allocated, up to this says nothing of larger sizes; what goes beyond grows with
-# them. Torch's caching allocator takes segments of 20 MiB for requests from 1 MiB and of 2 MiB for
-# smaller ones, so one of each may be almost empty.
-QUANTUM_BYTES = 22 * MIB
-# Where trials of two sizes or more show that what the allocator adds hardly falls as more is allocated, by `FALLEN` of
-# what it was at most, it goes on so with this probability. What fell further, or was seen at one size, tells of no
-# other. Choices: waste in every tensor is as steady as that, and free blocks between tensors of a few sizes are not.
-STEADY = 0.5
-FALLEN = 0.2
 
 Size = tuple[float, float]
 """Samples of a device's share, and, on GPU 0, of the micro-batch; else 0."""
@@ -48,30 +38,6 @@ class Reading:
     """Held just before the forward, but for what a loop may keep of the batch before; None where unknown."""
     saved_bytes: int | None
     """What the forward left for the backward, and the output that is kept; None where unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """Reserved minus allocated bytes, as a line: ``constant + ratio x allocated``."""
-
-    constant: float
-    ratio: float
-
-    def __call__(self, allocated: FloatArray) -> FloatArray:
-        return self.constant + self.ratio * allocated
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorOverhead:
-    """What torch's allocator reserves beyond what is allocated, as lines."""
-
-    least: Overhead
-    """Of all trials; another may reserve nothing."""
-    most: Overhead
-    after_flush: Overhead
-    """The most that is left once the allocator, running short, has handed its free blocks back."""
-    steady: float
-    """Probability that it reserves the most of all trials again; see `STEADY`."""
 
 
 @dataclass(slots=True)
@@ -307,37 +273,6 @@ class MemoryReadings:
         groups = self._groups[len(self.runs)]
         return next((group for group in groups if device in group), (device,))
 
-    def allocator_overhead(self, devices: Sequence[int], *, accumulates: bool) -> AllocatorOverhead:
-        """What the allocator reserved beyond what was allocated, over all trials of `devices` in that kind of step.
-
-        Gradients that stay leave other gaps than such as come and go; where there was no trial of the kind, the others
-        tell. Of each excess up to `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the
-        allocator hands its free blocks back: then the constant is the smallest one seen. Devices that
-        never held anything are told by all others.
-        """
-        held = [
-            [
-                (run.split.accumulation_steps > 1, memory)
-                for run in self.runs
-                if (memory := run.memory[i]).peak_allocated_bytes
-            ]
-            for i in range(self.num_devices)
-        ]
-        own = [pair for i in devices for pair in held[i]] or [pair for one in held for pair in one]
-        of_kind = [memory for kind, memory in own if kind == accumulates] or [memory for _, memory in own]
-        pairs = [
-            (memory.peak_allocated_bytes, max(0, memory.peak_reserved_bytes - memory.peak_allocated_bytes))
-            for memory in of_kind
-        ] or [(1, 0)]
-        quanta = [min(excess, QUANTUM_BYTES) for _, excess in pairs]
-        ratios = [max(0, excess - QUANTUM_BYTES) / allocated for allocated, excess in pairs]
-        return AllocatorOverhead(
-            least=Overhead(min(quanta), min(ratios)),
-            most=Overhead(max(quanta), max(ratios)),
-            after_flush=Overhead(min(quanta), max(ratios)),
-            steady=STEADY * _hardly_fell(pairs),
-        )
-
     def seen(self, device: int, sizes: FloatArray) -> FloatArray:
         """(N,) the most reserved bytes of a trial that demanded no more than `sizes`, (N, 2); 0 without one.
 
@@ -376,16 +311,6 @@ class MemoryReadings:
         ).reshape(-1, 3)
         self._held[key] = np.unique(rows, axis=0)
         return self._held[key]
-
-
-def _hardly_fell(pairs: Sequence[tuple[int, int]]) -> bool:
-    """Whether of two sizes or more none had much less excess than a smaller one; `pairs` are (size, excess) in bytes.
-
-    Worked: 10 of 100, 30 of 200 and 25 of 300 fell by a sixth; 20 of 300 would have fallen by a third.
-    """
-    excess = np.array([more for _, more in sorted(pairs)], dtype=float)
-    before = np.maximum.accumulate(excess)
-    return len({size for size, _ in pairs}) > 1 and bool((excess >= (1 - FALLEN) * before).all())
 
 
 def _counted(size: Size, devices: Sequence[int]) -> Size:

@@ -9,26 +9,12 @@ import pytest
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial
-from splittune.search.models.memory_readings import QUANTUM_BYTES, REPEATABILITY, STEADY, MemoryReadings, size_of
+from splittune.search.models.memory_readings import REPEATABILITY, MemoryReadings, size_of
 from splittune.split import BatchSplit
+from tests.search.models.readings import memory, ran
 from tests.search.problem import MIB, even, split
 
 B = 32
-
-
-def memory(device: int, peak: float, **known: float) -> DeviceMemory:
-    """Readings in MiB; the allocator holds what is live, and the device has 1000, unless told
-    otherwise.
-    """
-    known = {"total_bytes": 1000, "outside_bytes": 0, "peak_reserved_bytes": peak, **known}
-    return DeviceMemory(
-        device=device, peak_allocated_bytes=int(peak * MIB), **{name: int(mib * MIB) for name, mib in known.items()}
-    )
-
-
-def ran(tried: BatchSplit, *readings: DeviceMemory | float) -> Measurement:
-    told = tuple(memory(i, one) if isinstance(one, int | float) else one for i, one in enumerate(readings))
-    return Measurement(split=tried, outcome=Outcome.OK, whole_step_times_s=(1.0,), memory=told)
 
 
 def peaks(*runs: Measurement, failures: Sequence[JudgedTrial] = ()) -> MemoryReadings:
@@ -85,51 +71,6 @@ def test_replicas_whose_peaks_agree_are_of_a_kind() -> None:
 def test_replicas_never_seen_alike_stay_apart() -> None:
     """Without a trial in which two replicas had the same share, nobody knows that they are alike."""
     assert peaks(ran(split(B, 4, 2, 2, 4), 90, 50, 50)).same_memory_groups() == [(2,), (1,)]
-
-
-def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> None:
-    """Up to a block beyond what is live says nothing of larger sizes, and is handed back when
-    short; more grows with them.
-    """
-    held = [memory(0, 500, peak_reserved_bytes=572), memory(1, 50, peak_reserved_bytes=54)]
-    overhead = peaks(ran(even(B, 4, 2), *held)).allocator_overhead(range(2), accumulates=True)
-    live = np.array([1000.0 * MIB])
-    assert overhead.most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
-    assert overhead.after_flush(live)[0] == pytest.approx(4 * MIB + 0.1 * live[0])
-
-
-def test_each_device_has_gaps_of_its_own_allocator() -> None:
-    """A small share of one leaves gaps of a half, a large one of another of a tenth; who held nothing takes both."""
-    seen = peaks(
-        ran(split(B, 4, 4, 4, 0), memory(0, 1000, peak_reserved_bytes=1122), memory(1, 100, peak_reserved_bytes=172), 0)
-    )
-    live = np.array([2000.0 * MIB])
-    assert seen.allocator_overhead([0], accumulates=True).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
-    assert seen.allocator_overhead([1], accumulates=True).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
-    assert seen.allocator_overhead([2], accumulates=True).most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.5 * live[0])
-
-
-def test_each_kind_of_step_has_gaps_of_its_own() -> None:
-    """A tenth beside gradients that stay and a half beside such as come and go; a kind without a trial takes both."""
-    accumulates = ran(even(B, 4, 2), *[memory(i, 1000, peak_reserved_bytes=1122) for i in range(2)])
-    whole = ran(even(B, 1, 2), *[memory(i, 1000, peak_reserved_bytes=1522) for i in range(2)])
-    live = np.array([2000.0 * MIB])
-    for trials, ratios in (((accumulates, whole), (0.5, 0.1)), ((accumulates,), (0.1, 0.1)), ((whole,), (0.5, 0.5))):
-        for kind, ratio in zip((False, True), ratios, strict=True):
-            most = peaks(*trials).allocator_overhead(range(2), accumulates=kind).most(live)[0]
-            assert most == pytest.approx(QUANTUM_BYTES + ratio * live[0])
-
-
-@pytest.mark.parametrize(
-    ("excess", "steady"), [([10], 0), ([10, 10], STEADY), ([10, 30], STEADY), ([30, 25], STEADY), ([30, 20], 0)]
-)
-def test_gaps_are_steady_where_they_hardly_fell_as_peaks_grew(excess: list[int], steady: float) -> None:
-    """Of one size nobody knows; a sixth less beside a larger peak is hardly less, a third is."""
-    trials = [
-        ran(even(B, 4 // (i + 1), 2), memory(0, 100 * (i + 1), peak_reserved_bytes=100 * (i + 1) + more), 0)
-        for i, more in enumerate(excess)
-    ]
-    assert peaks(*trials).allocator_overhead([0], accumulates=True).steady == steady
 
 
 def test_what_was_seen_is_the_most_of_trials_that_demanded_no_more() -> None:

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from splittune.search.models.overhead import QUANTUM_BYTES, STEADY, AllocatorOverhead, overhead_of_outputs
+from tests.search.models.readings import memory, ran
+from tests.search.problem import MIB, even, split
+
+B = 32
+
+
+def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> None:
+    """Up to a block beyond what is live says nothing of larger sizes, and is handed back when
+    short; more grows with them.
+    """
+    held = [memory(0, 500, peak_reserved_bytes=572), memory(1, 50, peak_reserved_bytes=54)]
+    overhead = AllocatorOverhead.of([ran(even(B, 4, 2), *held)], range(2), accumulates=True)
+    live = np.array([1000.0 * MIB])
+    assert overhead.most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
+    assert overhead.after_flush(live)[0] == pytest.approx(4 * MIB + 0.1 * live[0])
+
+
+def test_each_device_has_gaps_of_its_own_allocator() -> None:
+    """A small share of one leaves gaps of a half, a large one of another of a tenth; who held nothing takes both."""
+    held = memory(0, 1000, peak_reserved_bytes=1122), memory(1, 100, peak_reserved_bytes=172), 0
+    seen = [ran(split(B, 4, 4, 4, 0), *held)]
+    live = np.array([2000.0 * MIB])
+    for device, ratio in ((0, 0.1), (1, 0.5), (2, 0.5)):
+        most = AllocatorOverhead.of(seen, [device], accumulates=True).most(live)[0]
+        assert most == pytest.approx(QUANTUM_BYTES + ratio * live[0])
+
+
+def test_each_kind_of_step_has_gaps_of_its_own() -> None:
+    """A tenth beside gradients that stay and a half beside such as come and go; a kind without a trial takes both."""
+    accumulates = ran(even(B, 4, 2), *[memory(i, 1000, peak_reserved_bytes=1122) for i in range(2)])
+    whole = ran(even(B, 1, 2), *[memory(i, 1000, peak_reserved_bytes=1522) for i in range(2)])
+    live = np.array([2000.0 * MIB])
+    for trials, ratios in (((accumulates, whole), (0.5, 0.1)), ((accumulates,), (0.1, 0.1)), ((whole,), (0.5, 0.5))):
+        for kind, ratio in zip((False, True), ratios, strict=True):
+            most = AllocatorOverhead.of(trials, range(2), accumulates=kind).most(live)[0]
+            assert most == pytest.approx(QUANTUM_BYTES + ratio * live[0])
+
+
+@pytest.mark.parametrize(
+    ("excess", "steady"), [([10], 0), ([10, 10], STEADY), ([10, 30], STEADY), ([30, 25], STEADY), ([30, 20], 0)]
+)
+def test_gaps_are_steady_where_they_hardly_fell_as_peaks_grew(excess: list[int], steady: float) -> None:
+    """Of one size nobody knows; a sixth less beside a larger peak is hardly less, a third is."""
+    trials = [
+        ran(even(B, 4 // (i + 1), 2), memory(0, 100 * (i + 1), peak_reserved_bytes=100 * (i + 1) + more), 0)
+        for i, more in enumerate(excess)
+    ]
+    assert AllocatorOverhead.of(trials, [0], accumulates=True).steady == steady
+
+
+def test_outputs_leave_gaps_as_large_as_they_are() -> None:
+    """Where GPU 0 has no share, what rests leaves none: of 1000 MiB 200 rest, so a quarter of 800 is a quarter of 1000
+    MiB more. The largest part of several trials counts, and none of a trial with a share, or without a reading at
+    rest."""
+    gpu0 = memory(0, 1000, resting_bytes=200, peak_reserved_bytes=1222)
+    told = ran(split(B, 4, 0, 8), gpu0, 90)
+    smaller = ran(split(B, 8, 0, 4), memory(0, 600, resting_bytes=200, peak_reserved_bytes=642), 50)
+    with_share, unknown = ran(split(B, 4, 1, 7), gpu0, 90), ran(split(B, 4, 0, 8), memory(0, 1000), 90)
+    live = np.array([1000.0, 2000.0]) * MIB
+    assert overhead_of_outputs([smaller, told, with_share])(live) == pytest.approx(np.array([200, 450]) * MIB)
+    assert overhead_of_outputs([with_share, unknown])(live).tolist() == [0, 0]
