@@ -177,10 +177,16 @@ class SearchState:
         largest = max(max(trial.split.shard_sizes) for trial in self.trials if trial.ran)
         return np.asarray((table.shards <= MAX_GROWTH * max(1, largest)).all(axis=1))
 
-    def is_first_share(self, table: SplitTable) -> BoolArray:
-        """(N,) whether a device has a share that had none in any trial that ran."""
-        never = np.max([trial.split.shard_sizes for trial in self.trials if trial.ran], axis=0) == 0
-        return np.asarray((table.shards[:, never] > 0).any(axis=1))
+    def is_untold_share(self, table: SplitTable) -> BoolArray:
+        """(N,) whether a device has its first share, or GPU 0 more than the only one that it had.
+
+        Of one share nobody knows what each further sample takes; replicas are told by one another, and GPU 0 by none.
+        """
+        had = np.array([trial.split.shard_sizes for trial in self.trials if trial.ran], dtype=float)
+        largest = had.max(axis=0)
+        untold = largest == 0
+        untold[0] |= len(np.unique(had[had[:, 0] > 0, 0])) == 1
+        return np.asarray((table.shards[:, untold] > largest[untold]).any(axis=1))
 
     def throughput(self, scores: CandidateScores, row: int) -> float:
         """Samples per second predicted for a candidate."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from splittune.search.candidates.table import SplitTable
 from splittune.search.policies.base import MAX_GROWTH
 from tests.search.policies.story import best_of, search, state_after
 from tests.search.problem import CardTime, Job, card_memory, even, job, split
@@ -18,6 +19,16 @@ def test_shares_do_not_leap() -> None:
         assert max(proposal.split.shard_sizes) <= MAX_GROWTH * largest
         largest = max(largest, *proposal.split.shard_sizes)
     assert largest >= 2048
+
+
+def test_a_first_share_is_untold_and_on_gpu0_what_is_more_than_the_only_one() -> None:
+    """Replicas are told by one another; that GPU 0 had none tells nothing, and two different shares do."""
+    problem = job(4, B=12)
+    wanted = SplitTable.of([split(12, 2, *one) for one in ((2, 2, 2, 0), (1, 4, 1, 0), (3, 3, 0, 0), (2, 2, 1, 1))])
+    tried = [split(12, 4, 0, 2, 1, 0), split(12, 3, 2, 1, 1, 0)]
+    assert state_after(problem, tried).is_untold_share(wanted).tolist() == [False, False, True, True]
+    tried += [split(12, 6, 1, 1, 0, 0), even(12, 3, 4)]
+    assert not state_after(problem, tried).is_untold_share(wanted).any()
 
 
 @pytest.mark.parametrize("B", [1, 2, 7])

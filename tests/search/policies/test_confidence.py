@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.search import physics
+from benchmarks.search import layered, physics
 from splittune.profiling.measurement import Outcome
 from splittune.search import find_best_split
 from splittune.search.candidates import acquisition
@@ -216,6 +216,19 @@ def test_a_search_does_not_end_while_nothing_tells_how_fast_gpu0_is() -> None:
     assert proposal is not None
     assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (1, 1))
     assert problem.fits(proposal.split)
+
+
+def test_a_search_does_not_end_while_one_share_alone_tells_how_fast_gpu0_is() -> None:
+    """It had 2 samples in each of three trials, and is twice as fast as the others, which nothing tells: a third one is
+    foretold to gain nothing, may run out of memory, and gains 12 %."""
+    problem = layered.draw(910_362)
+    demands = problem.min_headroom_bytes
+    tried = [split(218, *one) for one in ((28, 2, 2, 2, 2), (20, 2, 3, 3, 3), (22, 2, 3, 3, 2))]
+    state = Proposer(problem.space(), demands).state([JudgedTrial.of(problem.measure(one), demands) for one in tried])
+    proposal = propose(state, POLICIES)
+    assert proposal is not None
+    assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (3, 2, 2, 2))
+    assert problem.throughput(proposal.split) > 1.1 * max(map(problem.throughput, tried))
 
 
 def test_after_few_trials_what_likely_fits_is_tried_for_what_it_tells() -> None:
