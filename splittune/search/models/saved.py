@@ -33,7 +33,8 @@ def saved_slopes(readings: MemoryReadings, replicas: Sequence[int]) -> tuple[Slo
     Those of the batch before, which the forward's replace, may have hidden them.
 
     Worked: 4 GiB rest on a replica, and it leaves 3 GiB for 2 samples. That is 0.5 to 1.5 a sample, ``(3 - 4 / 2) / 2``
-    to ``3 / 2``, for copies of parameters may be among it. Then it leaves 6 GiB for 4: it made none, so 1.5.
+    to ``3 / 2``, for copies of parameters may be among it. Then it leaves 6 GiB for 4: it made none, so 1.5. Where more
+    samples leave more than in proportion, say 7 GiB, the rise counts: 2 a sample.
     """
     least, most, points = 0.0, np.inf, sorted(readings.saved(replicas))
     copied = min((COPIED_PART * rest for *_, rest in points), default=np.inf)
@@ -44,8 +45,9 @@ def saved_slopes(readings: MemoryReadings, replicas: Sequence[int]) -> tuple[Slo
             if fewer < share:
                 risen = saved * (1 - REPEATABILITY) - before * (1 + REPEATABILITY)
                 least = max(least, risen / (share - fewer))
-    least = min(least, most)
-    copied = min([copied, *(saved * (1 + REPEATABILITY) - least * share for share, _, saved, _ in points)])
+    most = max(least, most)
+    left = [saved * (1 + REPEATABILITY) - least * share for share, _, saved, _ in points]
+    copied = max(0.0, min([copied, *left]))
     least_output, most_output, untold = 0.0, np.inf, readings.untold_bytes([0], least_runs=1)
     for share, size, saved, rest in readings.saved([0]):
         own = most * share if share else 0.0

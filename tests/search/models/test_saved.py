@@ -88,6 +88,14 @@ def test_two_shares_tell_copies_of_parameters_from_samples() -> None:
     assert twice.share / MIB == pytest.approx(60, rel=0.03)
 
 
+def test_where_more_is_left_than_in_proportion_the_rise_counts() -> None:
+    """40 MiB of 1 sample and 400 of 8: each further one leaves 51, and nothing of GPU 0's is held for outputs."""
+    runs = [run_of(split(B, 32, 1, 1), 40), run_of(split(B, 4, 8, 8), 50)]
+    least, most = saved_slopes(MemoryReadings(2, runs), [1])
+    assert least.share == most.share == pytest.approx(360 / 7 * MIB, rel=0.01)
+    assert least.micro_batch == 0 <= most.micro_batch < 0.1 * MIB
+
+
 def test_nothing_is_known_where_no_trial_tells() -> None:
     """Neither of trials without the reading, nor of replicas whose parameters the forward itself brought."""
     run = run_of(split(B, 16, 2, 2), 20)
