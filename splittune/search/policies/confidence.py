@@ -94,10 +94,10 @@ class UpperConfidenceBound:
     def _worth(state: SearchState, scores: CandidateScores, gain: FloatArray, price: float) -> FloatArray:
         """(N,) what a trial of each is worth if it brings so much `gain`, (N,), on average, and an OOM costs `price`.
 
-        All in logarithms of time.
+        All in logarithms of time. What leaps is worth none, while anything else is left.
         """
-        worth = gain - price * (1 - scores.runs)
-        return np.where(state.is_grown_slowly(scores.table), worth, -np.inf)
+        worth, grows_slowly = gain - price * (1 - scores.runs), state.is_grown_slowly(scores.table)
+        return np.where(grows_slowly | ~grows_slowly.any(), worth, -np.inf)
 
     @staticmethod
     def _prediction(state: SearchState, scores: CandidateScores, row: int) -> str:
