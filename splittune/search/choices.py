@@ -31,3 +31,7 @@ LENGTHSCALE = 0.35
 # A device with so many times another's samples takes longer, whichever they are. Most cards that are used together
 # differ by less.
 MOST_UNLIKE = 3
+# The first trial may have been cold, and took longer than it would now: it is measured once more if it lacks at most
+# this part of the speed of the fastest, and before that its time may be off by half of it; and what it alone took
+# longer, up to this part, was no wait for the host. A choice. Larger: more searches measure one more split.
+MOST_COLD = 0.2

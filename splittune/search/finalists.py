@@ -14,7 +14,7 @@ from splittune.hardware.base import largest_readings
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.profiling.noise import relative_standard_error
 from splittune.search.candidates.acquisition import expected_improvement
-from splittune.search.choices import CONFIDENCE, LEAST_NOISE
+from splittune.search.choices import CONFIDENCE, LEAST_NOISE, MOST_COLD
 from splittune.search.judged_trials import JudgedTrial, rank
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 # How many of the fastest are measured once more. A choice. More cost trials; fewer let one lucky
 # trial win.
 NUM_FINALISTS = 3
-# The first trial may have been cold, and took longer than it would now: it is measured once more if it lacks at most
-# this part of the speed of the fastest, and before that its time may be off by half of it. A choice. Larger: more
-# searches measure one more split.
-MOST_COLD = 0.2
 # What lacks at most this part of the speed wins if it has more headroom, or is even and the baseline; and where no more
 # is at stake none is measured again. A choice: nobody sees a thousandth, and everybody understands even shares.
 PRICE = 0.001

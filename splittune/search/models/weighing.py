@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from splittune.search.arrays import FloatArray
-from splittune.search.choices import BELIEVED, SIGNIFICANT, TOLERANCE
+from splittune.search.choices import BELIEVED, MOST_COLD, SIGNIFICANT, TOLERANCE
 from splittune.search.models.cost_fit import fit_costs
 from splittune.search.models.curves import Curve
 from splittune.search.models.hypotheses import Hypothesis
@@ -91,6 +91,7 @@ def _with_costs(trials: StepTrials, plain: Hypothesis, slowest_s: FloatArray, wi
     if not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
         return best
     least, clearly_longer_s = BELIEVED * error, (1 + TOLERANCE + SIGNIFICANT * trials.noise) * slowest_s
+    clearly_longer_s[0] *= 1 + MOST_COLD  # it was the first
     for part in HOST_PARTS:
         host_s = part * plain.most_host_s_per_device
         if not (host_s * trials.counts.active_devices > clearly_longer_s).any():  # that one waited may be noise
