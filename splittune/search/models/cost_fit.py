@@ -21,7 +21,7 @@ def fit_costs(trials: StepTrials, slowest_s: FloatArray, *, with_links: bool) ->
     """The costs that explain best what the slowest devices' seconds, (R,), leave, and the squared relative error.
 
     Non-negative least squares on the relative errors of whole steps, of micro-steps and of updates. Without links
-    outputs of no device take time to come to GPU 0.
+    outputs of no device take time, to come to GPU 0 or there.
 
     Worked: an update takes 650 ms with two devices, and 12 ms with GPU 0 alone: 638 ms of it are the further device's.
     In 284 micro-steps of 174 ms those 12 ms are in the noise, and by whole steps all 650 may be the update's own.
@@ -78,12 +78,12 @@ def _rows(trials: StepTrials, with_links: bool) -> _Rows:
 
 
 def _kinds_of_link(trials: StepTrials) -> FloatArray:
-    """(K, n) 1 for the devices of each of K kinds, 0 for the others; GPU 0 is of none.
+    """(K, n) 1 for the devices of each of K kinds, 0 for the others; GPU 0, whose outputs go over no link, is the last.
 
     Without busy times nothing tells a slow link from a slow device: one kind is that of all, GPU 0 included.
     """
     totals = np.array(trials.totals)
     if not trials.tells_busy:
         return np.ones((1, len(totals)))
-    kinds = np.unique(totals[1:])[:, None]
-    return np.asarray((totals == kinds) & (np.arange(len(totals)) > 0), dtype=float)
+    is_gpu0, kinds = np.arange(len(totals)) == 0, np.unique(totals[1:])[:, None]
+    return np.concatenate([(totals == kinds) & ~is_gpu0, is_gpu0[None]]).astype(float)

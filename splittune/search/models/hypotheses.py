@@ -28,9 +28,10 @@ class StepCosts:
     per_reduce_s: float = 0.0
     """r, once a step for each device beside the first."""
     per_gathered_sample_s: tuple[float, ...] = ()
-    """lambda_i, for each sample whose outputs come from device i: (n,), 0 for GPU 0, which gathers them.
+    """lambda_i, for each sample whose outputs come from device i: (n,).
 
-    Where busy times are not known it is the same for all devices, GPU 0 included.
+    Its output goes over a link to GPU 0, and there into the loss, for which all wait: GPU 0's own pay for that alone.
+    Where busy times are not known it is the same for all devices.
     """
 
     def of(self, counts: StepCounts) -> FloatArray:

@@ -47,9 +47,9 @@ class TimeModel:
 
     k is the accumulation steps, a the number of devices with a share s_i. The slowest device works
     ``w = max(max_i t_i(s_i), g a)``: t_i is device i's `Curve`, from its busy times; devices of one
-    kind share one. The host's thread needs g for each device. Outputs come to GPU 0 over links, in
-    lambda_i a sample; devices of as much memory share it, and GPU 0 has none. Without busy times all
-    share one. What GPU 0 works on the whole micro-batch is its own or added to w. c, h, u, r and
+    kind share one. The host's thread needs g for each device. Outputs come to GPU 0 over links, and into the
+    loss, in lambda_i a sample; devices of as much memory share it, but GPU 0's own go over no link. Without busy
+    times all share one. What GPU 0 works on the whole micro-batch is its own or added to w. c, h, u, r and
     lambda are `StepCosts`, fitted to whole steps and to micro-steps, which pay for neither u nor r, by
     non-negative least squares on relative errors.
 

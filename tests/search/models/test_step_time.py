@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.problems.problem import CardTime, Problem
+from benchmarks.search import layered
+from benchmarks.search.tabled import TabledProblem
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search import TimeModel
 from splittune.search.judged_trials import JudgedTrial
@@ -364,3 +366,27 @@ def test_links_and_further_cards_that_nothing_tells_apart_are_both_believed() ->
     off = np.log(predicted(model, alone) / truth(problem, alone))
     assert 0.5 < doubts(model, alone)[0] < 0.7
     assert abs(off[0]) < 2 * doubts(model, alone)[0]
+
+
+def drawn(seed: int, tried: list[BatchSplit]) -> tuple[TimeModel, TabledProblem]:
+    problem = layered.draw(seed)
+    return TimeModel([JudgedTrial.of(problem.measure(one), problem.min_headroom_bytes) for one in tried]), problem
+
+
+def test_what_gpu0_does_with_each_output_is_no_cost_of_every_micro_step() -> None:
+    """Alone, with 7 and 5 samples, it takes 14 ms more for each: with 1 no more in 13 micro-steps than in 2. As a cost
+    of every micro-step that split was foretold to take twice as long."""
+    alone = [split(13, -(-13 // share), share, *[0] * 6) for share in (7, 5)]
+    model, problem = drawn(970_374, [even(13, 2, 7), even(13, 1, 7), *alone])
+    wanted = split(13, 13, 1, *[0] * 6)
+    assert predicted(model, wanted)[0] == pytest.approx(13 / problem.throughput(wanted), rel=0.02)
+
+
+def test_a_cold_first_trial_does_not_tell_of_the_host() -> None:
+    """It took a tenth longer than it does now. By a host that is just too slow for its six cards seven would take a
+    quarter longer than they do."""
+    rows = (0, 0, 0, 2, 0, 0, 2, 0), (1, 2, 2, 2, 1, 1, 1, 1), (0, 0, 0, 3, 2, 2, 3, 1), (1, 1, 1, 4, 0, 0, 4, 0)
+    tried = [split(11, 2, 0, 1, 1, 1, 1, 1, 1, 0), *[split(11, -(-11 // sum(row)), *row) for row in rows]]
+    model, problem = drawn(970_485, tried)
+    wanted = split(11, 1, 0, 1, 1, 3, 1, 1, 3, 1)
+    assert predicted(model, wanted)[0] == pytest.approx(11 / problem.throughput(wanted), rel=0.05)
