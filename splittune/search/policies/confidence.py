@@ -26,8 +26,9 @@ class UpperConfidenceBound:
     A risk is worth the expected improvement times the probability of feasibility, less the probability of an OOM times
     its price. Worked: 0.3 that keeps its headroom with a chance of 0.7, and runs with one of 0.8, is worth
     ``0.7 x 0.3 - 0.2 x 0.35 = 0.14``, and a trial; with chances of 0.4 and 0.5 it is worth none. Each trial that
-    ran out of memory makes the next one dearer, by the price times the chance with which it was foretold to run: by so
-    much it shows that risks are larger here than they look. Those before one ran do not: nothing was foretold of them.
+    ran out of memory makes the next one dearer, by the chance with which it was foretold to run: by so much it shows
+    that risks are larger here than they look. After one such chance of 1 an OOM costs a quarter more, after two twice
+    as much, after four five times. Those before one ran do not: nothing was foretold of them.
 
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
     may be as little as `most_lost` behind the best is measured, too, first what gives a device just more than any trial
@@ -43,6 +44,10 @@ class UpperConfidenceBound:
     """What a trial that runs out of memory costs, in logarithms of time; more for each that did. A choice:
     of 0.35, 0.4 and 0.7 the one with which the fewest searches ended behind a split that they did not dare, and nearly
     as few trials ran out of memory. Larger: fewer risks, and more such searches."""
+    doubling_ooms: float = 2.0
+    """After so many that were foretold to run for sure the price is doubled, and by their square it is dearer: one may
+    be a surprise, of which the model of memory learns, and more are none. A choice: with the price doubled by one two
+    more of 12,000 searches ended over 5 % behind, with as many OOMs. Larger: more risks after an OOM."""
     blind_oom_price: float = 0.1
     """The price where trials do not tell what is held at rest: running out of memory is then the only way to
     learn what fits, so it stays the same. A choice."""
@@ -68,7 +73,7 @@ class UpperConfidenceBound:
             # that the models were wrong is a reason to measure what surely fits or runs, and none to risk an OOM
             gain = np.where(scores.cannot_oom, bound, scores.expected_improvement())
             fits = np.maximum(fits, self.least_chance * scores.runs)
-            price = self.oom_price * (1 + state.memory.unforeseen_ooms)
+            price = self.oom_price * (1 + (state.memory.unforeseen_ooms / self.doubling_ooms) ** 2)
         worth = self._worth(state, scores, fits * gain, price)
         if state.doubt > SIGNIFICANT:
             worth = np.where(scores.surely_feasible, worth + 1.0, worth)

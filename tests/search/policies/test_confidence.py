@@ -177,16 +177,16 @@ def test_a_risk_is_taken_for_what_it_promises_not_for_what_is_unknown() -> None:
 
 
 def test_each_unforeseen_oom_of_a_search_makes_the_next_one_dearer() -> None:
-    """Two on each card run with a chance of 98 %. A price that was worth paying is not once such a trial ran out of
-    memory, and half of it is: an OOM costs twice as much then."""
+    """Two on each card run with a chance of 98 %. A price that was worth paying is not once two such trials ran out of
+    memory, and half of it is: an OOM costs twice as much then. After one it costs a quarter more."""
     problem = job([card_memory(is_first=True, sample=3000, total=8000), card_memory(sample=3000, total=8000)], B=14)
     kinds = []
-    for unforeseen in (0.0, 1.0):
+    for unforeseen in (0.0, 1.0, 2.0):
         state = state_after(problem, [even(14, 7, 2)])
         state.memory.unforeseen_ooms = unforeseen
-        proposals = [UpperConfidenceBound(oom_price=price).propose(state) for price in (4.0, 8.0)]
+        proposals = [UpperConfidenceBound(oom_price=price).propose(state) for price in (4.0, 6.4, 8.0)]
         kinds.append([proposal and proposal.kind for proposal in proposals])
-    assert kinds == [["risky", "risky"], ["risky", "improve"]]
+    assert kinds == [["risky"] * 3, ["risky", "risky", "improve"], ["risky", "improve", "improve"]]
 
 
 def test_a_risk_counts_by_the_chance_that_it_keeps_its_headroom() -> None:
