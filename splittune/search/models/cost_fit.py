@@ -21,7 +21,7 @@ def fit_costs(trials: StepTrials, slowest_s: FloatArray, *, with_links: bool) ->
     """The costs that explain best what the slowest devices' seconds, (R,), leave, and the squared relative error.
 
     Non-negative least squares on the relative errors of whole steps, of micro-steps and of updates. Without links
-    outputs of no device take time, to come to GPU 0 or there.
+    outputs take no time, neither to come to GPU 0 nor there.
 
     Worked: an update takes 650 ms with two devices, and 12 ms with GPU 0 alone: 638 ms of it are the further device's.
     In 284 micro-steps of 174 ms those 12 ms are in the noise, and by whole steps all 650 may be the update's own.

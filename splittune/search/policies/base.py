@@ -27,8 +27,8 @@ from splittune.search.models.step_time import TimeModel
 from splittune.split import BatchSplit, SplitSpace
 
 # A shard may be this many times as large as the largest that ran, whatever the memory model
-# promises. A choice: it bounds what growth that no trial has shown yet can do at once. Smaller takes
-# more trials to reach a large batch.
+# promises, while another is left. A choice: it bounds what growth that no trial has shown yet can do at once. Smaller
+# takes more trials to reach a large batch.
 MAX_GROWTH = 16
 
 # So many of the fastest splits that fit have their neighbours among the candidates. A choice: of splits that are
