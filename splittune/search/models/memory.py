@@ -208,15 +208,15 @@ class MemoryModel:
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
         overhead, live = self._overheads[device, accumulates], self._alive(device, sizes, accumulates)
-        held = live + overhead.most(live)
+        held, after_flush = live + overhead.most(live), live + overhead.after_flush(live)
         if device == 0:
-            outputs = live + self._overhead_of_outputs(live)
-            held = np.where(sizes[:, 0] == 0, np.maximum(held, outputs), held)
+            outputs = np.where(sizes[:, 0] == 0, live + self._overhead_of_outputs(live), 0.0)
+            held, after_flush = np.maximum(held, outputs), np.maximum(after_flush, outputs)
         unseen = held - self._readings.seen(device, sizes)
         is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
         # segments may be new where sizes are
         unseen = np.where(is_seen, 0.0, np.maximum(unseen, QUANTUM_BYTES))
-        return held, live + overhead.after_flush(live), np.maximum(unseen, TOLERANCE * held)
+        return held, after_flush, np.maximum(unseen, TOLERANCE * held)
 
     def _alive(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
         """(N,) the most allocated bytes."""

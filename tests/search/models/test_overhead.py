@@ -3,6 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from splittune.search.judged_trials import JudgedTrial
+from splittune.search.models.memory import MemoryModel
 from splittune.search.models.overhead import QUANTUM_BYTES, STEADY, AllocatorOverhead, overhead_of_outputs
 from tests.search.models.readings import memory, ran
 from tests.search.problem import MIB, even, split
@@ -65,3 +67,15 @@ def test_outputs_leave_gaps_as_large_as_they_are() -> None:
     live = np.array([1000.0, 2000.0]) * MIB
     assert overhead_of_outputs([smaller, told, with_share])(live) == pytest.approx(np.array([200, 450]) * MIB)
     assert overhead_of_outputs([with_share, unknown])(live).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("share", "is_handed_back"), [(0, False), (1, True)])
+def test_gaps_between_outputs_are_not_handed_back(share: int, is_handed_back: bool) -> None:
+    """Of what GPU 0 reserves for twice the outputs a flush frees nothing, and with a sample of its own a block."""
+    gpu0 = memory(0, 1000, total_bytes=8000, resting_bytes=800, peak_reserved_bytes=1210)
+    smaller = ran(split(B, 8, share, 4 - share), memory(0, 900, total_bytes=8000, resting_bytes=800), 50)
+    trials = [smaller, ran(split(B, 4, share, 8 - share), gpu0, 90)]
+    told = MemoryModel([JudgedTrial.of(one, [0, 0]) for one in trials], 2).needed(
+        np.array([2.0]), np.array([[share, 16.0 - share]])
+    )
+    assert (told.most_after_cache_flush < told.most)[0, 0] == is_handed_back
