@@ -51,6 +51,9 @@ FLOORS = tuple(np.linspace(0.0, 0.9, 10))
 # What further devices take is what a line leaves, whose knee is at one of these quantiles of the shares. A choice: the
 # curve that is fitted afterwards finds its own. More of them: each proposal takes longer.
 KNEES = (0.2, 0.4, 0.6, 0.8)
+# The loss is told from the devices' own work by more than so many trials for each number of the line with it. A choice:
+# fewer are explained by any one number more. Larger: the loss is told later.
+TRIALS_A_NUMBER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,34 +246,40 @@ class WholeSteps:
         return weigh(trials, curves, prior, gpu0_per_sample_s=gpu0_part * curve.slope_s)
 
     def _beside_s(self, shares: FloatArray) -> FloatArray:
-        """(R,) seconds of a micro-step that are no device's own work: what further devices and updates take.
+        """(R,) seconds of a micro-step that are no device's own work: what further devices, updates and the loss take.
 
-        They are what a straight line leaves, or one with the best of a few knees where that is believed, as in
-        `fit_curve`. Worked: a single device takes 20 ms for up to 100 samples and 34 ms for 170, and so do seven. By a
-        straight line one sample takes less than 100: if one on each of seven took as long as 100 on one, the further
-        devices take the rest. By one with a knee they take nothing. Where whole steps alone were timed each micro-step
-        has a part of the update's.
+        They are what a straight line leaves, or one with the best of a few knees or with the loss, where that is
+        believed, as in `fit_curve`. Worked: a single device takes 20 ms for up to 100 samples and 34 ms for 170, and so
+        do seven. By a straight line one sample takes less than 100: if one on each of seven took as long as 100 on one,
+        the further devices take the rest. By one with a knee they take nothing. Where whole steps alone were timed each
+        micro-step has a part of the update's. The loss takes time for each sample of the micro-batch, on GPU 0 while
+        the others wait: without it what 36 samples on six devices take longer than 6 on one would be their own work.
         """
         trials, micro_s = self.trials, self.trials.micro_step_s
         further, updates = trials.counts.active_devices - 1.0, (1 - trials.tells_micro_steps) / trials.steps
-        beside = np.column_stack([column for column in (further, updates) if np.ptp(column) > 0] or [0 * further])
+        steady = [column for column in (further, updates) if np.ptp(column) > 0]
+        beside = np.column_stack([*steady, trials.shards.sum(axis=1)])
 
-        def told(knee: float) -> tuple[float, FloatArray]:
-            """The squared relative error, and the seconds of each column of `beside`."""
-            sizes = np.maximum(shares, knee)
-            matrix = np.column_stack([np.ones_like(sizes), sizes, beside]) / micro_s[:, None]
-            solution = non_negative(matrix, np.ones_like(sizes))
-            return float(((matrix @ solution - 1.0) ** 2).sum()), solution[2:]
+        def told(knee: float, num_beside: int) -> tuple[float, FloatArray]:
+            """The squared relative error, and the seconds of the first columns of `beside`."""
+            own = beside[:, :num_beside]
+            matrix = np.column_stack([np.ones_like(shares), np.maximum(shares, knee), own]) / micro_s[:, None]
+            solution = non_negative(matrix, np.ones_like(shares))
+            return float(((matrix @ solution - 1.0) ** 2).sum()), own @ solution[2:]
 
-        if not beside.any():
-            return beside[:, 0]
-        error, each_s = told(0.0)
+        without, with_loss = len(steady), len(steady) + 1
+        error, beside_s = told(0.0, without)
         if error > len(shares) * trials.noise**2:
             quantiles = np.interp(KNEES, np.linspace(0.0, 1.0, len(shares)), np.sort(shares))
-            bent = [told(knee) for knee in sorted(set(quantiles.tolist())) if knee < shares.max()]
-            believed = [pair for pair in bent if pair[0] < BELIEVED * error]
-            each_s = min(believed, key=lambda pair: pair[0], default=(error, each_s))[1]
-        return np.asarray(np.minimum(beside @ each_s, MOST_OVERHEAD * micro_s))
+            knees = [knee for knee in sorted(set(quantiles.tolist())) if knee < shares.max()]
+            tells_loss = len(shares) > TRIALS_A_NUMBER * (2 + with_loss)
+            one_more = [told(knee, without) for knee in knees] + [told(0.0, with_loss)] * tells_loss
+            two_more = [told(knee, with_loss) for knee in knees] * tells_loss
+            for tried in (one_more, two_more):
+                less, other_s = min(tried, key=lambda pair: pair[0], default=(error, beside_s))
+                if less < BELIEVED * error:
+                    error, beside_s = less, other_s
+        return np.asarray(np.minimum(beside_s, MOST_OVERHEAD * micro_s))
 
     def _kinds_and_the_rest(self) -> list[NDArray[np.bool_]]:
         """Those of `_kinds_of_unknown_speed`, and where there are several the devices of none of them.
