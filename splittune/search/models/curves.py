@@ -34,11 +34,17 @@ SINGULAR = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Kernels work on tiles of so many samples, and cost as much as full ones; the rest of the work does not."""
+    """Kernels work on tiles of so many samples, and cost as much as full ones; the rest of the work does not.
+
+    And how much work any share is, however small: of that a slow device takes longer than a fast one, too.
+    """
 
     size: int = 1
     part: float = 0.0
     """Of the work, what is in tiles: 0 to 1."""
+    half_rate: float = 0.0
+    """With so many samples a device has half of its best rate: each share is that much more work. It is the n_1/2 of
+    Hockney and Jesshope, "Parallel Computers", 1981."""
 
     @classmethod
     def fitted(cls, size: int, shares: FloatArray, times_s: FloatArray) -> Tile:
@@ -55,9 +61,11 @@ class Tile:
     def filled(self, shares: FloatArray) -> FloatArray:
         """The work, in samples: shares, with that part of it rounded up to full tiles.
 
-        Worked: with half of the work in tiles of 8, a share of 9 is as much as 12.5 samples.
+        Worked: with half of the work in tiles of 8, a share of 9 is as much as 12.5 samples. With a half rate of 4, one
+        of 2 is as much as 6, and one of 20 as much as 24: ten times the samples take four times as long.
         """
-        return shares + self.part * (np.ceil(shares / self.size) * self.size - shares)
+        filled = shares + self.part * (np.ceil(shares / self.size) * self.size - shares)
+        return np.where(shares > 0, filled + self.half_rate, 0.0)
 
 
 NO_TILE = Tile()

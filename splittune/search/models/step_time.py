@@ -57,7 +57,7 @@ class TimeModel:
     trials, and where they differ the prediction is in doubt. Curves with and without steps at tiles
     are such hypotheses, and so are costs with links and without. Where busy times are unknown a single
     curve over the largest share stands for all devices, with the shares of each kind of device counted
-    at each of several ratios, and with several parts of the micro-batch added to GPU 0's.
+    at each of several ratios, with several parts of the micro-batch added to GPU 0's, and with several half rates.
 
     Gaussian process: the residuals of the hypotheses are interpolated with an RBF kernel over
     logarithms of the micro-batch, GPU 0's share and the largest other share. Their deviation grows

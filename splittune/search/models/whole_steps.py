@@ -36,6 +36,9 @@ SWAPS = 0.3
 RETILED = 0.2
 # Such parts of the work may be in tiles. A choice: all kernels, or half of them.
 TILE_PARTS = (0.5, MOST_IN_TILES)
+# With so many samples devices may have half of their best rate. There is a hypothesis for each that is no more than the
+# largest share. A choice: powers of two are as far apart as trials tell.
+HALF_RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 # What GPU 0 works for each sample of the micro-batch, in samples of a device of ratio 1. There is a
 # hypothesis for each. A choice: less than the first is nearly a larger ratio of GPU 0; with the last it takes longer
 # than another of ratio 1 does with all samples.
@@ -71,7 +74,7 @@ class WholeSteps:
     trials: StepTrials
 
     def forms(self) -> list[Weighed]:
-        """The likeliest ratios and tile, and then those with work of GPU 0, without a tile and with that one."""
+        """The likeliest ratios and tile; those with work of GPU 0, without a tile and with that one; and half rates."""
         tried = self._sought()
         without_tile = _ratios(likeliest(tried))
         for tile in self._tiles():
@@ -79,27 +82,28 @@ class WholeSteps:
             tried += [self._at(each, tile=tile) for each in ratios]
         best = max(tried, key=lambda pair: pair[0])
         with_work = self._with_work_of_gpu0(without_tile, NO_TILE)
-        if (tile := best[1].curves[0].tile) != NO_TILE:
+        if (tile := _tile(best[1])) != NO_TILE:
             with_work += self._with_work_of_gpu0(_ratios(best[1]), tile)
-        return [best, *with_work]
+        return [best, *with_work, *self._with_half_rates(without_tile)]
 
     def fitted(self, forms: Sequence[Hypothesis]) -> list[Weighed]:
         """Their ratios, tiles, and parts of GPU 0's work, with the curves that fit these trials best."""
-        return [
-            self._at(_ratios(form), form.gpu0_per_sample_s / form.curves[0].slope_s, form.curves[0].tile)
-            for form in forms
-        ]
+        return [self._at(_ratios(form), form.gpu0_per_sample_s / form.curves[0].slope_s, _tile(form)) for form in forms]
 
     def hypotheses(self, fitted: list[Weighed]) -> list[Weighed]:
         """What is drawn from the first of these forms on, and the others.
 
-        However many they are, these are together as likely as the likeliest of them: it makes none likelier that more
-        parts of GPU 0's work were tried than there are forms without.
+        However many they are, those with work of GPU 0 are together as likely as the likeliest of them, and so are
+        those with half rates: it makes none likelier that more parts or rates were tried than there are forms without.
         """
-        (log, plain), *with_work = fitted
-        logs = np.array([log for log, _ in with_work])
-        more = float(np.logaddexp.reduce(logs) - logs.max(initial=-np.inf)) if len(logs) else 0.0
-        return self._drawn(_ratios(plain), plain.curves[0].tile, log) + [(log - more, own) for log, own in with_work]
+        (log, plain), *others = fitted
+        found = self._drawn(_ratios(plain), _tile(plain), log)
+        for has_half_rate in (False, True):
+            alike = [pair for pair in others if (_tile(pair[1]).half_rate > 0) == has_half_rate]
+            logs = np.array([log for log, _ in alike])
+            more = float(np.logaddexp.reduce(logs) - logs.max(initial=-np.inf)) if alike else 0.0
+            found += [(log - more, own) for log, own in alike]
+        return found
 
     def _sought(self) -> list[Weighed]:
         """Ratios of each kind, sought one kind after the other, each beside the others' likeliest.
@@ -221,6 +225,19 @@ class WholeSteps:
         )
         return [*weighed, near(likeliest_near.x)]
 
+    def _with_half_rates(self, ratios: FloatArray) -> list[Weighed]:
+        """The likeliest at each of `HALF_RATES`, at these ratios, (n,), or at those that kinds have alone with it.
+
+        Without, a slow device with few samples works as long on each as a fast one with many; with it, longer. Worked:
+        a fast card takes 16 ms for 2 samples and 58 ms for 16, a slow one twice that. Without a half rate 2 samples of
+        the slow one are as much as 4 of the fast one, which take 22 ms; they take 32.
+        """
+        if not self._kinds_of_unknown_speed():
+            return []
+        tiles = [Tile(half_rate=rate) for rate in HALF_RATES if rate <= self.trials.shards.max()]
+        tried = [[self._at(each, tile=tile) for each in (ratios, *self._ratios_alone(tile))] for tile in tiles]
+        return [max(own, key=lambda pair: pair[0]) for own in tried]
+
     def _tiles(self) -> list[Tile]:
         return [Tile(size, part) for size in sizes_of_tiles(self.trials) for part in TILE_PARTS]
 
@@ -234,7 +251,8 @@ class WholeSteps:
 
         The curve is of what other costs leave of a micro-step.
         """
-        prior = self._log_prior(ratios) - PENALTY * (gpu0_part > 0) - 2 * PENALTY * (tile.part > 0)
+        num_more = float(gpu0_part > 0) + (tile.half_rate > 0) + 2 * (tile.part > 0)
+        prior = self._log_prior(ratios) - PENALTY * num_more
         trials = self.trials
         scaled = tile.filled(trials.shards) * ratios
         scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
@@ -307,3 +325,7 @@ class WholeSteps:
 
 def _ratios(hypothesis: Hypothesis) -> FloatArray:
     return np.array([curve.ratio for curve in hypothesis.curves])
+
+
+def _tile(hypothesis: Hypothesis) -> Tile:
+    return hypothesis.curves[0].tile
