@@ -34,9 +34,10 @@ SINGULAR = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Kernels work on tiles of so many samples, and cost as much as full ones; the rest of the work does not.
+    """How much work a share is.
 
-    And how much work any share is, however small: of that a slow device takes longer than a fast one, too.
+    Kernels work on tiles of so many samples, which cost as much as full ones, and any share keeps a device from its
+    best rate for as long as `half_rate` samples take.
     """
 
     size: int = 1

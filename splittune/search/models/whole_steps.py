@@ -37,7 +37,7 @@ RETILED = 0.2
 # Such parts of the work may be in tiles. A choice: all kernels, or half of them.
 TILE_PARTS = (0.5, MOST_IN_TILES)
 # With so many samples devices may have half of their best rate. There is a hypothesis for each that is no more than the
-# largest share. A choice: powers of two are as far apart as trials tell.
+# largest share. A choice, evenly spaced in logarithms. More of them: each proposal takes longer.
 HALF_RATES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 # What GPU 0 works for each sample of the micro-batch, in samples of a device of ratio 1. There is a
 # hypothesis for each. A choice: less than the first is nearly a larger ratio of GPU 0; with the last it takes longer
@@ -290,9 +290,10 @@ class WholeSteps:
         if error > len(shares) * trials.noise**2:
             quantiles = np.interp(KNEES, np.linspace(0.0, 1.0, len(shares)), np.sort(shares))
             knees = [knee for knee in sorted(set(quantiles.tolist())) if knee < shares.max()]
-            tells_loss = len(shares) > TRIALS_A_NUMBER * (2 + with_loss)
-            one_more = [told(knee, without) for knee in knees] + [told(0.0, with_loss)] * tells_loss
-            two_more = [told(knee, with_loss) for knee in knees] * tells_loss
+            one_more, two_more = [told(knee, without) for knee in knees], []
+            if len(shares) > TRIALS_A_NUMBER * (2 + with_loss):
+                one_more.append(told(0.0, with_loss))
+                two_more = [told(knee, with_loss) for knee in knees]
             for tried in (one_more, two_more):
                 less, other_s = min(tried, key=lambda pair: pair[0], default=(error, beside_s))
                 if less < BELIEVED * error:
