@@ -172,6 +172,8 @@ class MemoryModel:
             too_much = np.where(is_seen, 0.0, self.budget_bytes[device] + 1.0)
             most, flushed = np.maximum(most, too_much), np.maximum(flushed, too_much)
         sure, least = np.minimum(sure, most), np.minimum(least, most)
+        too_little = np.where(is_seen, 0.0, self._readings.too_little_bytes(device, sizes, accumulates=accumulates))
+        least, most, flushed = (np.maximum(bound, too_little + 1.0) for bound in (least, most, flushed))
         each = np.ones(len(sizes))
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
         least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each

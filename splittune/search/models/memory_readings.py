@@ -248,6 +248,20 @@ class MemoryReadings:
             if device in trial.oom_devices and (trial.split.accumulation_steps > 1) <= accumulates
         ]
 
+    def too_little_bytes(self, device: int, sizes: FloatArray, *, accumulates: bool) -> FloatArray:
+        """(N,) the most that the device, or a replica `alike`, had when no more than `sizes`, (N, 2), ran it out; or 0.
+
+        So there it takes more. Worked: GPU 1 ran out of memory with 2 samples and 10 GiB. Then 2 samples on GPU 2,
+        which held the same with 1, take over 10 GiB as well, so 10 are too little.
+        """
+        budgets = self.budget_bytes()
+        had = [
+            np.where((sizes >= size).all(axis=1), budgets[one], 0.0)
+            for one in self.alike(device)
+            for size in self.oom_sizes(one, accumulates)
+        ]
+        return np.asarray(np.max([np.zeros(len(sizes)), *had], axis=0))
+
     def same_memory_groups(self) -> list[tuple[int, ...]]:
         """Replicas in groups whose peaks agreed at every equal share; largest share first."""
         most = {i: max(run.split.shard_sizes[i] for run in self.runs) for i in range(1, self.num_devices)}

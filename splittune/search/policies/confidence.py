@@ -33,8 +33,8 @@ class UpperConfidenceBound:
     Models that few trials have tested are not believed to the last: before `min_trials` ran, what surely fits and
     may be as little as `most_lost` behind the best is measured, too, first what gives a device just more than any trial
     did: a logarithm of shares counts as one of time. Where nothing such is left, a risk that likely fits counts by its
-    upper confidence bound, too, and so does one that gives a device its first share, or GPU 0 more than its only one:
-    nothing tells how fast that is.
+    upper confidence bound, too, as far away as where predictions held, and so does one that gives a device its first
+    share, or GPU 0 more than its only one: nothing tells how fast that is.
     """
 
     min_gain: float = 0.01
@@ -83,7 +83,8 @@ class UpperConfidenceBound:
             worth = np.where(is_near, 1.0 + bound + scores.just_beyond, -np.inf)
             if worth.max() < self.min_gain:
                 tells_much = (fits >= LIKELY) | state.is_untold_share(scores.table)
-                worth = np.where(tells_much, self._worth(state, scores, fits * bound, price), -np.inf)
+                gain = fits * scores.upper_bound(self.deviations)
+                worth = np.where(tells_much, self._worth(state, scores, gain, price), -np.inf)
         row = int(worth.argmax())
         if worth[row] < self.min_gain:
             return None

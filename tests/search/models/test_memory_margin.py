@@ -355,6 +355,29 @@ def test_what_ran_out_though_it_surely_was_to_fit_may_do_so_on_any_card_as_large
     assert told[2] == pytest.approx([took, 0, 0])
 
 
+def test_where_a_replica_ran_out_of_memory_no_other_that_holds_as_much_fits() -> None:
+    """GPU 1 ran out with 6 samples, though little was missing: GPU 2 with 6 does, too, whatever its allocator adds.
+
+    It may not with 5, nor on a card with a MiB more, nor where it held another amount with as many samples.
+    """
+    problem = job([card_memory(is_first=i == 0, parameters=100) for i in range(3)], B=192)
+    smaller = [card_memory(is_first=i == 0, parameters=100, total=(24_000, 200, 24_000)[i]) for i in range(3)]
+    first, failed = even(192, 32, 3), split(192, 16, 3, 6, 3)
+    wanted = split(192, 16, 3, 3, 6), split(192, 16, 4, 3, 5)
+    seen = trial(problem, first).measurement
+    with_gaps = tuple(replace(m, peak_reserved_bytes=m.peak_allocated_bytes + 4 * MIB) for m in seen.memory)
+    other = replace(with_gaps[2], micro_step_peak_bytes=with_gaps[2].batch_peak_bytes * 9 // 10)
+    full = round(1.05 * truth_of(problem, [failed])[0, 1])
+    fits = []
+    for replica, total in ((with_gaps[2], full), (with_gaps[2], full + MIB), (other, full)):
+        totals = (2 * full, full, total)
+        ran = replace(trial(problem, first), measurement=replace(seen, memory=(*with_gaps[:2], replica)))
+        oom = on_cards_of(trial(job(smaller, B=192), failed), totals)
+        model = MemoryModel([on_cards_of(ran, totals), oom], 3)
+        fits.append((interval(model, *wanted).chance_below(model.budget_bytes) > 0).tolist())
+    assert fits == [[False, True], [True, True], [True, True]]
+
+
 def on_cards_of(one: JudgedTrial, totals: Sequence[int]) -> JudgedTrial:
     """The same trial on cards of so many bytes."""
     cards = zip(one.measurement.memory, totals, strict=True)

@@ -9,6 +9,7 @@ from benchmarks.search import layered, physics
 from splittune.profiling.measurement import Outcome
 from splittune.search import find_best_split
 from splittune.search.candidates import acquisition
+from splittune.search.choices import SIGNIFICANT
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.policies.confidence import UpperConfidenceBound
 from splittune.search.policies.proposer import POLICIES, Proposer, propose
@@ -229,6 +230,20 @@ def test_a_search_does_not_end_while_one_share_alone_tells_how_fast_gpu0_is() ->
     assert proposal is not None
     assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (3, 2, 2, 2))
     assert problem.throughput(proposal.split) > 1.1 * max(map(problem.throughput, tried))
+
+
+def test_doubt_buys_no_first_share_that_likely_runs_out() -> None:
+    """GPU 0 alone, foretold to take twice as long, would likely run out: that the last prediction was off by half is no
+    reason to try."""
+    problem = physics.draw(990_490)
+    demands = problem.min_headroom_bytes
+    tried = (2, 0, 1, 1, 1, 1, 1, 0, 0), (9, 0, 1, *6 * [0]), (1, 0, 2, 2, *5 * [1]), (3, 0, 1, 1, 1, *4 * [0])
+    splits = [split(9, *one) for one in (*tried, (5, 0, 1, 1, *5 * [0]))]
+    state = Proposer(problem.space(), demands).state([JudgedTrial.of(problem.measure(one), demands) for one in splits])
+    assert state.doubt > SIGNIFICANT
+    assert state.scores is not None
+    assert split(9, 9, 1, *7 * [0]) in [state.scores.table.split(row) for row in range(len(state.scores.table))]
+    assert propose(state, POLICIES) is None
 
 
 def test_where_nothing_smaller_is_left_a_search_leaps() -> None:
