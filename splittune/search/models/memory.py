@@ -20,7 +20,7 @@ from splittune.search.models.memory_readings import (
     MemoryReadings,
     size_of,
 )
-from splittune.search.models.overhead import QUANTUM_BYTES, AllocatorOverhead, overhead_of_outputs
+from splittune.search.models.overhead import QUANTUM_BYTES, AllocatorOverhead, Overhead, overhead_of_outputs
 from splittune.search.models.saved import MOST_AT_PEAK, Slopes, saved_slopes
 from splittune.search.models.trend import Trend
 from splittune.split import BatchSplit
@@ -210,10 +210,9 @@ class MemoryModel:
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
         overhead, live = self._overheads[device, accumulates], self._alive(device, sizes, accumulates)
-        held, after_flush = live + overhead.most(live), live + overhead.after_flush(live)
-        if device == 0:
-            outputs = np.where(sizes[:, 0] == 0, live + self._overhead_of_outputs(live), 0.0)
-            held, after_flush = np.maximum(held, outputs), np.maximum(after_flush, outputs)
+        held, after_flush = (
+            self._reserved(device, sizes, live, adds) for adds in (overhead.most, overhead.after_flush)
+        )
         unseen = held - self._readings.seen(device, sizes)
         is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
         # segments may be new where sizes are
@@ -231,7 +230,12 @@ class MemoryModel:
             return np.zeros(len(sizes)), np.zeros(len(sizes)), np.zeros(len(sizes))
         overhead, update_bytes = self._overheads[device, accumulates], self._readings.update_bytes(device)
         least, most = (np.maximum(live, update_bytes) for live in trend.between(sizes))
-        return least + overhead.least(least), most + overhead.most(most), trend.chance(sizes)
+        return least + overhead.least(least), self._reserved(device, sizes, most, overhead.most), trend.chance(sizes)
+
+    def _reserved(self, device: int, sizes: FloatArray, live: FloatArray, adds: Overhead) -> FloatArray:
+        """(N,) the most reserved bytes where `live`, (N,), are allocated, and, without a share, outputs alone."""
+        outputs = np.where(sizes[:, 0] == 0, self._overhead_of_outputs(live), 0.0) if device == 0 else 0.0
+        return live + np.maximum(adds(live), outputs)
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -293,10 +297,11 @@ class MemoryModel:
         """
         at_most, at_least, rest = self._readings.points(devices, accumulates)
         for device in devices:
-            full = self.budget_bytes[[device]]
+            sizes = np.array(self._readings.oom_sizes(device, accumulates), dtype=float).reshape(-1, 2)
+            full = np.full(len(sizes), self.budget_bytes[device])
             # it needed more than it had
-            live = float((full - self._overheads[device, accumulates].most(full))[0]) + 1.0
-            at_least += [(*size, live) for size in self._readings.oom_sizes(device, accumulates)]
+            adds = self._reserved(device, sizes, full, self._overheads[device, accumulates].most) - full
+            at_least += [(*size, live) for size, live in zip(sizes.tolist(), (full - adds + 1.0).tolist(), strict=True)]
         smallest, knows_rest = min(peak for *_, peak in at_most), rest is not None
         least, most = slopes
         if rest is None:

@@ -47,18 +47,18 @@ class AllocatorOverhead:
 
     @classmethod
     def of(cls, runs: Sequence[Measurement], devices: Sequence[int], *, accumulates: bool) -> AllocatorOverhead:
-        """Over all trials of `devices` in that kind of step.
+        """Over all trials of `devices` with a share in that kind of step.
 
         Gradients that stay leave other gaps than such as come and go; where there was no trial of the kind, the others
-        tell. Of each excess up to `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the
-        allocator hands its free blocks back: then the constant is the smallest one seen. Devices that
-        never held anything are told by all others.
+        tell. Without a share GPU 0 holds outputs alone, see `overhead_of_outputs`. Of each excess up to
+        `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the allocator hands its free blocks back: then
+        the constant is the smallest one seen. Devices that never had a share are told by all others.
         """
         held = [
             [
                 (run.split.accumulation_steps > 1, memory)
                 for run in runs
-                if (memory := run.memory[i]).peak_allocated_bytes
+                if run.split.shard_sizes[i] and (memory := run.memory[i]).peak_allocated_bytes
             ]
             for i in range(runs[0].split.num_devices)
         ]

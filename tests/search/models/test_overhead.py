@@ -56,6 +56,22 @@ def test_gaps_are_steady_where_they_hardly_fell_as_peaks_grew(excess: list[int],
     assert AllocatorOverhead.of(trials, [0], accumulates=True).steady == steady
 
 
+def test_gaps_between_outputs_alone_are_none_of_a_share() -> None:
+    """A half beside outputs alone, a tenth beside a share: what GPU 0 reserves goes by which of them it has, and a
+    device that never had a share takes the gaps of such as had one."""
+    shares = ran(split(B, 4, 4, 4), *[memory(i, 1000, peak_reserved_bytes=1122, resting_bytes=0) for i in range(2)])
+    outputs = ran(split(B, 4, 0, 8), memory(0, 1000, peak_reserved_bytes=1522, resting_bytes=0), memory(1, 1000))
+    live = np.array([2000.0 * MIB])
+    assert AllocatorOverhead.of([shares, outputs], [0], accumulates=True).most(live)[0] == pytest.approx(
+        QUANTUM_BYTES + 0.1 * live[0]
+    )
+    model = MemoryModel([JudgedTrial.of(one, (0, 0)) for one in (shares, outputs)], 2)
+    wanted = [split(B, 4, 4, 4), split(B, 4, 0, 8)]
+    told = model.needed(np.full(2, 4.0), np.array([one.shard_sizes for one in wanted], dtype=float))
+    alive = told.foretold[:, 0] - told.overhead[:, 0]
+    assert told.overhead[:, 0] / alive == pytest.approx([0.1, 0.5], abs=0.025)
+
+
 def test_outputs_leave_gaps_as_large_as_they_are() -> None:
     """Where GPU 0 has no share, what rests leaves none: of 1000 MiB 200 rest, so a quarter of 800 is a quarter of 1000
     MiB more. The largest part of several trials counts, and none of a trial with a share, or without a reading at
