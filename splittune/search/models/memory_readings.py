@@ -218,24 +218,15 @@ class MemoryReadings:
         ]
 
     def saved_part(self, devices: Sequence[int]) -> float:
-        """Of the largest peak, less what rests, the part that the forward left; 0 where no trial tells.
-
-        None tells where that peak is, to `REPEATABILITY`, what rests and gradients, once or twice: a backward ends with
-        all of them, some on their way, and without samples. Worked: 5 GiB rest, the forward left 3 and gradients take
-        2.5: of a peak of 9 that is three quarters, and of one of 10 nobody knows.
-        """
+        """Of the largest peak, less what rests, the part that the forward left; 0 where no trial tells."""
         told = [
             (reading.peak_bytes, reading.resting_bytes, reading.saved_bytes)
             for device in devices
             for reading in self.readings(device)
             if reading.saved_bytes is not None and reading.resting_bytes is not None
         ]
-        if not told:
-            return 0.0
-        peak, rest, saved = max(told)
-        without_samples = rest + self.gradient_bytes(devices) * np.array([1.0, 2.0])
-        is_told = abs(peak - without_samples) > REPEATABILITY * peak
-        return min(1.0, saved / max(1, peak - rest)) if is_told.all() else 0.0
+        peak, rest, saved = max(told, default=(1, 0, 0))
+        return min(1.0, saved / max(1, peak - rest))
 
     def gradient_bytes(self, devices: Sequence[int]) -> float:
         """What a step that accumulates holds more than a single one; infinite where no trial read both."""

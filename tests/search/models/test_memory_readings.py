@@ -81,14 +81,6 @@ def test_what_was_seen_is_the_most_of_trials_that_demanded_no_more() -> None:
     assert (seen.seen(1, sizes * [1, 0]) / MIB).tolist() == [0, 80, 130, 130]
 
 
-@pytest.mark.parametrize(("peak", "part"), [(900, 0.75), (750, 0.0), (751, 0.0), (1000, 0.0), (1004, 300 / 504)])
-def test_a_peak_of_gradients_alone_tells_nothing_of_samples(peak: float, part: float) -> None:
-    """500 MiB rest, the forward left 300 and gradients take 250: a peak of 750 or of 1000 is of these, to 0.2 %."""
-    known = {"resting_bytes": 500, "before_backward_bytes": 800, "single_step_peak_bytes": peak - 250}
-    readings = peaks(ran(even(B, 4, 2), memory(0, peak, micro_step_peak_bytes=peak, **known), 0))
-    assert readings.saved_part([0]) == pytest.approx(part)
-
-
 def test_a_failure_tells_of_the_devices_that_lacked_memory() -> None:
     """Where a device ran out, it is known to need what fills it, in steps that accumulate no less than those that
     failed; those that did not run out held no more than they were seen to.
