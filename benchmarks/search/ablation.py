@@ -35,7 +35,7 @@ from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
 from splittune.search import find_best_split
 from splittune.search.arrays import BoolArray, FloatArray
-from splittune.search.models import hypothesis_fit, kinds, weighing
+from splittune.search.models import hypothesis_fit, kinds, memory, weighing
 from splittune.search.models.busy_times import BusyTimes
 from splittune.search.models.calibration import Calibration
 from splittune.search.models.envelope import Envelope
@@ -51,8 +51,8 @@ from splittune.split import BatchSplit
 
 FIRST_SEED = 200_000
 FACTORS: dict[str, float] = {"nothing": 0.0, "halved": 0.5, "doubled": 2.0}
-# What is no choice: which column is which, a unit, and what only a type checker reads.
-NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH", "MIB", "TYPE_CHECKING")
+# What is no choice: which column is which, a unit, how torch reserves, and what only a type checker reads.
+NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH", "MIB", "SEGMENT_BYTES", "TYPE_CHECKING")
 # Parts of the models and of the candidates: where each is, and what is left without it.
 
 
@@ -76,6 +76,7 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("no margin below what was held", MemoryReadings, "held_more", _no_larger),
     ("what a forward leaves", MemoryReadings, "saved", lambda *_: []),
     ("how much of a peak that is", MemoryReadings, "saved_part", lambda *_: 0.0),
+    ("what replicas tell of GPU 0", memory, "larger_on_gpu0", lambda *_, **_kind: []),
     ("the least by chords", Envelope, "least", Envelope.sure),
     ("peaks that go on as they grew", Trend, "through", lambda _: None),
 )

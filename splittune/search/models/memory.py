@@ -21,7 +21,7 @@ from splittune.search.models.memory_readings import (
     size_of,
 )
 from splittune.search.models.overhead import QUANTUM_BYTES, AllocatorOverhead, Overhead, overhead_of_outputs
-from splittune.search.models.saved import MOST_AT_PEAK, Slopes, saved_slopes
+from splittune.search.models.saved import MOST_AT_PEAK, Slopes, larger_on_gpu0, saved_slopes
 from splittune.search.models.trend import Trend
 from splittune.split import BatchSplit
 
@@ -165,7 +165,8 @@ class MemoryModel:
         adds = held - self._alive(device, sizes, accumulates)
         most = held + self.margin * unseen
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
-        sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), self._readings.update_bytes(device))
+        least_update, _ = self._readings.update_bytes(device, sizes)
+        sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), least_update)
         is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
         # somewhere beyond what ran it jumped, and nothing tells where
         if any(jump.device in self._readings.alike(device) for jump in self._jumps):
@@ -221,15 +222,16 @@ class MemoryModel:
 
     def _alive(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
         """(N,) the most allocated bytes."""
-        return np.maximum(self._envelopes[device, accumulates].most(sizes), self._readings.update_bytes(device))
+        _, update_bytes = self._readings.update_bytes(device, sizes)
+        return np.asarray(np.maximum(self._envelopes[device, accumulates].most(sizes), update_bytes))
 
     def _trend(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the least and the most reserved bytes if peaks go on as they grew, and the probability that they do."""
         trend = self._trends[device, accumulates]
         if trend is None:
             return np.zeros(len(sizes)), np.zeros(len(sizes)), np.zeros(len(sizes))
-        overhead, update_bytes = self._overheads[device, accumulates], self._readings.update_bytes(device)
-        least, most = (np.maximum(live, update_bytes) for live in trend.between(sizes))
+        overhead = self._overheads[device, accumulates]
+        least, most = np.maximum(trend.between(sizes), self._readings.update_bytes(device, sizes))
         return least + overhead.least(least), self._reserved(device, sizes, most, overhead.most), trend.chance(sizes)
 
     def _reserved(self, device: int, sizes: FloatArray, live: FloatArray, adds: Overhead) -> FloatArray:
@@ -255,10 +257,7 @@ class MemoryModel:
         for group in [*groups, (0,)]:
             most_rest = np.inf
             for accumulates in sorted((True, False), key=lambda kind: not readings.knows(group, kind)):
-                bounds = (
-                    Slopes(least_slope, least.micro_batch),
-                    Slopes(most_slope, MOST_AT_PEAK * most.micro_batch),
-                )
+                bounds = Slopes(least_slope, least.micro_batch), Slopes(most_slope, most.micro_batch)
                 envelope = self._fit_group(group, accumulates, bounds, most_rest)
                 # without earlier gradients less may rest, by as much as parameters take
                 most_rest = envelope.rest if readings.knows(group, False) else RESTING_FRACTION * envelope.rest
@@ -304,6 +303,9 @@ class MemoryModel:
             at_least += [(*size, live) for size, live in zip(sizes.tolist(), (full - adds + 1.0).tolist(), strict=True)]
         smallest, knows_rest = min(peak for *_, peak in at_most), rest is not None
         least, most = slopes
+        if 0 in devices:
+            at_most += larger_on_gpu0(self._readings, most.micro_batch, accumulates=accumulates)
+        most = Slopes(most.share, MOST_AT_PEAK * most.micro_batch)
         if rest is None:
             # parameters rest, and gradients come on top, as large
             rest = min(RESTING_FRACTION * smallest, most_rest)

@@ -111,6 +111,29 @@ def test_a_step_that_accumulates_needs_no_less_and_at_most_twice_as_much() -> No
     assert rest is None
 
 
+@pytest.mark.parametrize(("steps", "rest", "gradients"), [(4, 30, 15), (1, 30, 30), (1, 90, 90), (4, None, np.inf)])
+def test_gradients_that_stay_are_no_larger_than_what_rests(steps: int, rest: float | None, gradients: float) -> None:
+    """Beside them parameters rest, as large; before a single step parameters alone do. So a step that accumulates takes
+    no more than a single one and so much, which is less than twice as much."""
+    told = {} if rest is None else {"resting_bytes": rest}
+    seen = peaks(ran(even(B, steps, 2), memory(0, 100, **told), 80), ran(split(B, 1, 20, 12), 200, 60))
+    assert seen.most_gradient_bytes() == gradients * MIB
+    at_most, *_ = seen.points((0,), True)
+    assert (20.0, 32.0, pytest.approx((200 + min(gradients, 200)) * MIB * (1 + REPEATABILITY))) in at_most
+
+
+def test_updates_hold_what_a_loop_keeps_of_outputs() -> None:
+    """50 MiB after micro-batches of 2 and 60 after 16 are between these after 4; nothing is known of the replica's."""
+    seen = peaks(
+        *[ran(even(B, steps, 2), memory(0, 90, update_peak_bytes=held), 90) for steps, held in ((16, 50), (2, 60))]
+    )
+    sizes = np.array([[1.0, 1.0], [1.0, 2.0], [2.0, 4.0], [8.0, 16.0], [16.0, 32.0]])
+    least, most = seen.update_bytes(0, sizes) / MIB
+    assert least.tolist() == [0, 50, 50, 60, 60]
+    assert most.tolist() == [50, 50, 60, 60, 60]
+    assert not seen.update_bytes(1, sizes).any()
+
+
 def test_gpu0_bounds_a_replica_that_held_no_more_with_as_many_samples() -> None:
     """With 4 samples each GPU 0 held 90 MiB and the replica 80. Then GPU 0 held 190 with 12: so does a replica at most,
     and of that nothing is unseen."""

@@ -14,7 +14,7 @@ from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
 from splittune.search.models.memory_readings import MemoryReadings
-from splittune.search.models.saved import Slopes, saved_slopes
+from splittune.search.models.saved import OUTPUTS_ON_TOP, Slopes, larger_on_gpu0, saved_slopes
 from splittune.split import BatchSplit
 from tests.search.problem import MIB, split
 
@@ -134,3 +134,91 @@ def test_a_peak_of_another_phase_does_not_grow_with_samples_that_leave_little() 
 def test_what_no_gradient_explains_may_be_computed_again() -> None:
     """A peak beyond what rests, and as much again, is of samples though they left nothing: of checkpoints, say."""
     assert needed(1, 2000, (8, 8))[1] > 4 * (2000 - 2 * REST)
+
+
+def phases_of(
+    tried: BatchSplit,
+    sample: float,
+    output: float,
+    beyond: float = 0.0,
+    loss: float = 0.0,
+    flat: tuple[float, ...] = (),
+) -> Measurement:
+    """As `run_of`, with peaks in MiB: `beyond` a sample and `loss` an output on top of what the forward left, or `flat`
+    on each device, without samples."""
+    run = run_of(tried, sample, output=output)
+    peaks = [
+        max(
+            (card.before_backward_bytes or 0) / MIB
+            + beyond * share
+            + (0.0 if card.device else loss * output * tried.micro_batch_size),
+            floor,
+        )
+        for card, share, floor in zip(run.memory, tried.shard_sizes, flat or (0.0,) * len(run.memory), strict=True)
+    ]
+    return replace(
+        run,
+        memory=tuple(
+            replace(card, peak_allocated_bytes=int(peak * MIB), peak_reserved_bytes=int(peak * MIB))
+            for card, peak in zip(run.memory, peaks, strict=True)
+        ),
+    )
+
+
+@given(
+    st.integers(0, 6),
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.floats(1, 90),
+    st.floats(0, 20),
+    st.floats(0, 90),
+    st.floats(0, OUTPUTS_ON_TOP),
+    st.tuples(st.floats(0, 3000), st.floats(0, 1000)),
+)
+def test_gpu0_holds_no_more_than_replicas_show(
+    own: int,
+    more: int,
+    others: int,
+    sample: float,
+    output: float,
+    beyond: float,
+    loss: float,
+    flat: tuple[float, float],
+) -> None:
+    """Whatever phase held the peaks so far, of the loss or of parameters alone, with the share that a replica had."""
+    told = (sample, output, beyond, loss, (flat[0], flat[1], flat[1]))
+    shares = [(own, own or 1, others), (own, own + more, others)]
+    runs = [phases_of(split(3 * sum(each), 3, *each), *told) for each in shares]
+    readings = MemoryReadings(3, runs)
+    _, most = saved_slopes(readings, [1, 2])
+    points = larger_on_gpu0(readings, most.micro_batch, accumulates=True)
+    assert {share for share, *_ in points} == {share for share in {own or 1, own + more, others} if share > own}
+    for share, size, most_bytes in points:
+        tried = split(3 * int(size), 3, int(share), int(size) - int(share), 0) if size >= share else None
+        truth = phases_of(tried, *told).memory[0].batch_peak_bytes if tried else 0
+        assert truth <= most_bytes * (1 + ROUNDING) + 1
+
+
+def test_a_second_sample_on_gpu0_fits_where_replicas_held_two() -> None:
+    """GPU 0 holds 800 MiB of gradients alone, and replicas show that 2 samples of 100 MiB stay below: by what GPU 0
+    held alone, a second sample takes up to 100 MiB more."""
+    flat = (800.0, 500.0, 500.0)
+    runs = [phases_of(split(B, B // sum(shares) + 1, *shares), 100, 1, flat=flat) for shares in ((1, 1, 1), (1, 2, 2))]
+    sizes = np.array([4.0]), np.array([[2.0, 2.0, 1.0]])
+    silent = [
+        replace(run, memory=(replace(run.memory[0], before_backward_bytes=None), *run.memory[1:])) for run in runs
+    ]
+    read, unread = (
+        float(MemoryModel([JudgedTrial.of(run, [0, 0, 0]) for run in trials], 3).needed(*sizes).foretold[0, 0]) / MIB
+        for trials in (runs, silent)
+    )
+    assert read == pytest.approx(800, rel=0.03)
+    assert unread > 880
+
+
+def test_another_card_tells_nothing_of_gpu0() -> None:
+    """What comes on top of samples may be another algorithm there."""
+    runs = [phases_of(split(12, 3, *shares), 50, 1) for shares in ((1, 1, 2), (1, 2, 1))]
+    larger = [replace(run, memory=(replace(run.memory[0], total_bytes=2000 * MIB), *run.memory[1:])) for run in runs]
+    assert larger_on_gpu0(MemoryReadings(3, runs), 1.0, accumulates=True)
+    assert not larger_on_gpu0(MemoryReadings(3, larger), 1.0, accumulates=True)
