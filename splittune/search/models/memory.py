@@ -253,11 +253,12 @@ class MemoryModel:
         self._fit_trends()
         groups = [group for group in readings.same_memory_groups() if readings.readings(group[0])]
         least, most = saved_slopes(readings, [device for group in groups for device in group])
-        least_slope, most_slope = least.share, MOST_AT_PEAK * most.share
+        self._most_output = most.micro_batch
+        least_slope, most_slope, most_at_peak = least.share, MOST_AT_PEAK * most.share, MOST_AT_PEAK * most.micro_batch
         for group in [*groups, (0,)]:
             most_rest = np.inf
             for accumulates in sorted((True, False), key=lambda kind: not readings.knows(group, kind)):
-                bounds = Slopes(least_slope, least.micro_batch), Slopes(most_slope, most.micro_batch)
+                bounds = Slopes(least_slope, least.micro_batch), Slopes(most_slope, most_at_peak)
                 envelope = self._fit_group(group, accumulates, bounds, most_rest)
                 # without earlier gradients less may rest, by as much as parameters take
                 most_rest = envelope.rest if readings.knows(group, False) else RESTING_FRACTION * envelope.rest
@@ -304,8 +305,7 @@ class MemoryModel:
         smallest, knows_rest = min(peak for *_, peak in at_most), rest is not None
         least, most = slopes
         if 0 in devices:
-            at_most += larger_on_gpu0(self._readings, most.micro_batch, accumulates=accumulates)
-        most = Slopes(most.share, MOST_AT_PEAK * most.micro_batch)
+            at_most += larger_on_gpu0(self._readings, self._most_output, accumulates=accumulates)
         if rest is None:
             # parameters rest, and gradients come on top, as large
             rest = min(RESTING_FRACTION * smallest, most_rest)

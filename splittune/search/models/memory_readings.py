@@ -81,8 +81,8 @@ class MemoryReadings:
         after smaller micro-batches, and no more than after larger ones. Worked: 50 bytes after 2 samples and 60 after
         40 are 50 to 60 after 4, and 60 after 80: what is kept grows little.
         """
-        held = [(size_of(device, run.split)[1], run.memory[device].update_peak_bytes or 0) for run in self.runs]
-        after, peaks = np.array(held, dtype=float).reshape(-1, 2, 1).transpose(1, 0, 2)
+        after = np.array([size_of(device, run.split)[1] for run in self.runs])[:, None]
+        peaks = np.array([run.memory[device].update_peak_bytes or 0 for run in self.runs], dtype=float)[:, None]
         least = np.where(after <= sizes[:, 1], peaks, 0.0).max(axis=0, initial=0.0)
         most = np.where(after >= sizes[:, 1], peaks, np.inf).min(axis=0, initial=peaks.max(initial=0.0))
         return np.stack([least, np.maximum(least, most)])
