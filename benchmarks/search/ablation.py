@@ -30,7 +30,7 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 
-from benchmarks.search.judge import GENERATORS, MAX_TRIALS, RESULTS, judged, seeds
+from benchmarks.search.judge import GENERATORS, MAX_TRIALS, RESULTS, at_least, judged, seeds
 from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
 from splittune.search import find_best_split
@@ -238,15 +238,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.search.ablation", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--problems", type=int, default=250, help="of each generator")
+    parser.add_argument("--problems", type=at_least(1), default=250, help="of each generator")
     parser.add_argument(
-        "--blind", type=int, help="how many are searched with no optional reading, too; all if not given"
+        "--blind", type=at_least(0), help="how many are searched with no optional reading, too; all if not given"
     )
-    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--first-seed", type=at_least(0), default=FIRST_SEED)
     parser.add_argument("--generators", nargs="+", choices=list(GENERATORS), default=list(GENERATORS))
     parser.add_argument("--only", nargs="+", default=[""], help="variants whose names begin so")
     parser.add_argument("--change", choices=["left out", "turned round", *FACTORS], help="this change alone")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="searches at a time")
+    parser.add_argument("--processes", type=at_least(1), default=os.cpu_count(), help="searches at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
     drawn = [
@@ -260,6 +260,9 @@ def main(arguments: list[str] | None = None) -> None:
         for place, one in enumerate(all_variants())
         if not place or (one.name.startswith(tuple(chosen.only)) and chosen.change in (None, one.change))
     ]
+    if len(wanted) == 1:
+        asked = " or ".join(chosen.only) + (f", {chosen.change}" if chosen.change else "")
+        parser.error(f"no variant's name begins with {asked}, expected such as UpperConfidenceBound")
     table: list[dict[str, Any]] = []
     itself = pd.DataFrame()
     with Pool(chosen.processes) as pool:

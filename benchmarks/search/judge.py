@@ -231,16 +231,27 @@ def plot(problems: pd.DataFrame, path: Path) -> None:
     plt.close(figure)
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """How `argparse` reads a number that is no smaller."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, {least} or more")
+        return int(text)
+
+    return number
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description=__doc__.partition("\n")[0])
-    parser.add_argument("--problems", type=int, default=500, help="problems of each generator")
-    parser.add_argument("--peers", type=int, default=100, help="how many of these other tools get")
+    parser.add_argument("--problems", type=at_least(1), default=500, help="problems of each generator")
+    parser.add_argument("--peers", type=at_least(0), default=100, help="how many of these other tools get")
     parser.add_argument(
-        "--blind", type=int, help="how many are searched with no optional reading, too; all if not given"
+        "--blind", type=at_least(0), help="how many are searched with no optional reading, too; all if not given"
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="searches at a time")
-    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--processes", type=at_least(1), default=os.cpu_count(), help="searches at a time")
+    parser.add_argument("--first-seed", type=at_least(0), default=FIRST_SEED)
     parser.add_argument("--only", choices=list(GENERATORS), help="one generator")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)

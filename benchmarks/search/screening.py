@@ -32,7 +32,7 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.search.ablation import Variant, all_variants, searched
-from benchmarks.search.judge import GENERATORS, RESULTS, judged, seeds
+from benchmarks.search.judge import GENERATORS, RESULTS, at_least, judged, seeds
 from splittune import search
 from splittune.search.arrays import FloatArray
 
@@ -228,10 +228,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.search.screening", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--problems", type=int, default=250, help="of each generator")
-    parser.add_argument("--pilot", type=int, default=2, help="problems of each generator for each change alone")
-    parser.add_argument("--at-once", type=int, default=16, help="changes in one search")
-    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    parser.add_argument("--problems", type=at_least(1), default=250, help="of each generator")
+    parser.add_argument("--pilot", type=at_least(1), default=2, help="problems of each generator for each change alone")
+    parser.add_argument("--at-once", type=at_least(1), default=16, help="changes in one search")
+    parser.add_argument("--first-seed", type=at_least(0), default=FIRST_SEED)
     parser.add_argument("--generators", nargs="+", choices=list(GENERATORS), default=list(GENERATORS))
     parser.add_argument("--kind", default="", help="problems alone whose kind has these words")
     parser.add_argument("--leave-out", help="no problems whose kind has these words, such as 'no busy times'")
@@ -239,12 +239,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--kept", type=Path, default=KEPT, help="where the searches of a run that is broken off are kept"
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="problems at a time")
+    parser.add_argument("--processes", type=at_least(1), default=os.cpu_count(), help="problems at a time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
-    for name in ("problems", "pilot", "at_once"):
-        if getattr(chosen, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(chosen, name)}, expected 1 or more")
     changes = [i for i, one in enumerate(all_variants()) if i and one.name.startswith(tuple(chosen.only))]
     if not changes:
         parser.error(f"no change's name begins with {' or '.join(chosen.only)}, expected such as UpperConfidenceBound")

@@ -123,3 +123,32 @@ def test_an_ablation_is_written_row_by_row(tmp_path: Path) -> None:
     assert table.what[1:].str.startswith("UpperConfidenceBound").all()
     assert table.problems.eq(2).all()
     assert list(ablated("--change", "left out").what) == ["the search", "UpperConfidenceBound"]
+
+
+@pytest.mark.parametrize("asked", ["--problems", "--processes"])
+def test_no_problems_are_no_judgement(asked: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which number, what it was, and what it may be; nothing is searched or written."""
+    with pytest.raises(SystemExit):
+        judge.main([asked, "0", "--out", str(tmp_path)])
+    assert f"argument {asked}: got 0, expected a whole number, 1 or more" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (["--only", "NoSuchRule"], "no variant's name begins with NoSuchRule, expected such as UpperConfidenceBound"),
+        (["--only", "tiles", "--change", "doubled"], "begins with tiles, doubled, expected"),
+        (["--problems", "0"], "argument --problems: got 0, expected a whole number, 1 or more"),
+    ],
+)
+def test_what_cannot_be_ablated_is_said_and_overwrites_nothing(
+    asked: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An earlier table stays as it is."""
+    earlier = tmp_path / "search_ablation.csv"
+    earlier.write_text("earlier")
+    with pytest.raises(SystemExit):
+        ablation.main([*asked, "--out", str(tmp_path)])
+    assert says in capsys.readouterr().err
+    assert earlier.read_text() == "earlier"

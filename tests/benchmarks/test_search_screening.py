@@ -161,8 +161,8 @@ def test_what_another_search_lost_is_not_taken_up(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (["--at-once", "0"], "--at-once is 0, expected 1 or more"),
-        (["--problems", "0"], "--problems is 0, expected 1 or more"),
+        (["--at-once", "0"], "argument --at-once: got 0, expected a whole number, 1 or more"),
+        (["--problems", "0"], "argument --problems: got 0, expected a whole number, 1 or more"),
         (
             ["--generators", "lines", "--kind", "no such"],
             "lines has 0 such problems among 80, expected 4",
