@@ -273,6 +273,34 @@ def test_after_few_trials_what_likely_fits_is_tried_for_what_it_tells() -> None:
     assert problem.fits(proposal.split)
 
 
+def test_what_is_foretold_to_be_slower_is_no_early_risk() -> None:
+    """A second sample on GPU 0 is foretold to lose 3 %, give or take 18 %, and to keep too little headroom: by two
+    deviations worth a risk, by one not. It runs out of memory."""
+    problem = physics.draw(1_030_116)
+    demands = problem.min_headroom_bytes
+    tried = [split(90, *one) for one in ((23, 1, 1, 1, 1), (30, 0, 1, 1, 1), (30, 1, 1, 1, 0))]
+    state = Proposer(problem.space(), demands).state([JudgedTrial.of(problem.measure(one), demands) for one in tried])
+    risk = UpperConfidenceBound(risk_deviations=1.65).propose(state)
+    assert risk is not None
+    assert (risk.kind, risk.split.shard_sizes) == ("risky", (2, 1, 1, 1))
+    assert problem.measure(risk.split).outcome is Outcome.OUT_OF_MEMORY
+    assert UpperConfidenceBound().propose(state) is None
+
+
+def test_six_trials_are_too_few_to_trust_models_that_foretell_nothing_better() -> None:
+    """Kernels take 8 samples at a time, which no trial told: the search goes on, and gains 10 %."""
+    problem = physics.draw(1_050_006)
+    demands = problem.min_headroom_bytes
+    tried = [split(123, *one) for one in ((62, 1, 1), (14, 4, 5), (7, 9, 9), (14, 9, 0), (14, 0, 9), (8, 11, 5))]
+    state = Proposer(problem.space(), demands).state([JudgedTrial.of(problem.measure(one), demands) for one in tried])
+    assert UpperConfidenceBound(min_trials=6).propose(state) is None
+    proposal = UpperConfidenceBound().propose(state)
+    assert proposal is not None
+    assert proposal.kind == "improve"
+    _, trials = search(problem)
+    assert max(one.throughput for one in trials if one.fits) > 1.09 * problem.throughput(tried[-1])
+
+
 def test_a_gain_is_weighed_with_what_an_oom_costs() -> None:
     """To gain 18 % with a chance of 75 % is worth a trial, and would not be if an OOM cost as much again."""
     memories = [card_memory(is_first=i == 0, sample=300, total=total) for i, total in enumerate((966, 740, 1653))]
