@@ -54,16 +54,16 @@ class UpperConfidenceBound:
     deviations: float = CONFIDENCE
     """The optimism: faster than predicted by this many standard deviations."""
     risk_deviations: float = 1.0
-    """The optimism about what may run out of memory, before a search ends. A choice: of 79 searches with an OOM or over
-    3 % behind as many ended behind with 1 as with 1.65, after 60 OOMs for 68; with 0.5 after 53, and one by 80 %."""
+    """The optimism about what may run out of memory, before `min_trials` ran. A choice: of 79 searches with an OOM or
+    over 3 % behind as many ended behind with 1 as with 1.65, after 60 OOMs for 68; with 0.5 after 53, and one by 81 %.
+    Larger: more risks are taken."""
     least_chance: float = 0.2
     """What runs keeps its headroom with no smaller chance: of 110 peaks that the model gave none seven kept within the
     limit, and where it likely runs, to find out costs a trial and hardly an OOM. A choice.
     Larger: more trials that lack headroom; smaller: larger gains missed."""
     min_trials: int = 7
-    """A choice: half of all searches take six anyway, and those that ended far behind the best mostly had had no more.
-    Of 33 such with 7 or fewer 19 end over 1 % behind; of 480 others 3 for 2, after 0.4 more trials. Larger:
-    more trials where models fitted at once."""
+    """A choice: of the 28 of 6,000 searches that ended over 2 % behind 17 had had six or fewer. With 7 for 6 of 480
+    others 3 for 2 end over 1 % behind. Larger: more trials where models fitted at once, 0.4 for one more."""
     most_lost: float = 0.1
     """In logarithms of time. A choice: what is further behind, by all that is known, tells nothing of the best."""
 

@@ -274,7 +274,7 @@ def test_after_few_trials_what_likely_fits_is_tried_for_what_it_tells() -> None:
 
 
 def test_what_is_foretold_to_be_slower_is_no_early_risk() -> None:
-    """A second sample on GPU 0 is foretold to lose 3 %, give or take 18 %, and to keep too little headroom: by two
+    """A second sample on GPU 0 is foretold to lose 3 %, give or take 18 %, and to keep too little headroom: by 1.65
     deviations worth a risk, by one not. It runs out of memory."""
     problem = physics.draw(1_030_116)
     demands = problem.min_headroom_bytes
