@@ -288,7 +288,7 @@ def test_what_is_foretold_to_be_slower_is_no_early_risk() -> None:
 
 
 def test_six_trials_are_too_few_to_trust_models_that_foretell_nothing_better() -> None:
-    """Kernels take 8 samples at a time, which no trial told: the search goes on, and gains 10 %."""
+    """Kernels take 4 samples at a time, which these do not tell: the search goes on, and gains 10 %."""
     problem = physics.draw(1_050_006)
     demands = problem.min_headroom_bytes
     tried = [split(123, *one) for one in ((62, 1, 1), (14, 4, 5), (7, 9, 9), (14, 9, 0), (14, 0, 9), (8, 11, 5))]
