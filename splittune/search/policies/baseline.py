@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splittune.search.arrays import BoolArray
+from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.candidates.table import SplitTable, open_rows
 from splittune.search.choices import LIKELY
 from splittune.search.judged_trials import JudgedTrial, known_infeasible
@@ -19,7 +19,8 @@ from splittune.split import BatchSplit
 class FindBaseline:
     """The even split at the fewest steps that almost surely fits, if clearly fewer than fitted so far.
 
-    Each such trial lets the memory model vouch for a larger one: 16 steps, then 10, then 6.
+    Each such trial lets the memory model vouch for a larger one: 16 steps, then 10, then 6. One that is predicted to be
+    slower than an even split that fits is none that anybody would choose, and not worth its memory.
     """
 
     min_fewer_steps: float = 0.05
@@ -34,10 +35,11 @@ class FindBaseline:
         if not state.any_ran:
             return None
         evens = state.tables.evens
-        fitting = [t.split.accumulation_steps for t in state.trials if t.fits and evens.is_any_of([t.split]).any()]
-        few_enough = (1 - self.min_fewer_steps) * min(fitting, default=np.inf)
+        fitting = evens.where(evens.is_any_of([trial.split for trial in state.trials if trial.fits]))
+        few_enough = (1 - self.min_fewer_steps) * fitting.steps.min(initial=np.inf)
         wanted = evens.where(open_rows(evens, state.trials) & (evens.steps <= few_enough))
         wanted = wanted.where(self._fits(wanted, state))
+        wanted = wanted.where(_log_s(wanted, state) < _log_s(fitting, state).min(initial=np.inf))
         return _towards_baseline(wanted.split(0)) if len(wanted) else None
 
     def _fits(self, evens: SplitTable, state: SearchState) -> BoolArray:
@@ -46,6 +48,11 @@ class FindBaseline:
         chances = needed.chance_below(state.limits)
         least = self.min_chance if state.memory.knows_rest else LIKELY
         return np.asarray((chances >= least) & state.is_grown_slowly(evens))
+
+
+def _log_s(table: SplitTable, state: SearchState) -> FloatArray:
+    """(N,) predicted logarithms of seconds a step."""
+    return state.time.predict(table.steps, table.shards).log_s
 
 
 def bisect_baseline(even_splits: Sequence[BatchSplit], trials: Sequence[JudgedTrial]) -> Proposal | None:

@@ -8,10 +8,11 @@ import pytest
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
+from splittune.search.policies.base import Proposal
 from splittune.search.policies.baseline import FindBaseline, bisect_baseline
 from splittune.split import SplitSpace
 from tests.search.policies.story import of_kind, search, state_after
-from tests.search.problem import MIB, card_memory, even, job, rows
+from tests.search.problem import MIB, CardTime, card_memory, even, job, rows
 
 
 def test_even_splits_grow_until_the_baseline() -> None:
@@ -36,6 +37,23 @@ def test_a_few_steps_less_are_not_worth_a_trial() -> None:
     assert wanted is not None
     assert (wanted.split, wanted.kind) == (even(64, 1, 2), "baseline")
     assert FindBaseline(min_fewer_steps=0.6).propose(state) is None
+
+
+def test_an_even_split_that_is_predicted_to_be_slower_is_not_worth_a_trial() -> None:
+    """61 samples on four devices take 16 steps of one sample each, or 13 in which GPU 1, the only one with room, has
+    two. Where samples take the time that is slower, 26 samples for 16, and where each step does it is faster."""
+    totals = (1_500, 100_000, 800, 800)
+    memories = [card_memory(is_first=i == 0, sample=300, total=total) for i, total in enumerate(totals)]
+
+    def proposed(sample_s: float, micro_step_s: float) -> Proposal | None:
+        times = [CardTime(launch_s=0.0, sample_s=sample_s)] * 4
+        problem = job(memories, B=61, times=times, micro_step_s=micro_step_s)
+        return FindBaseline().propose(state_after(problem, [even(61, 16, 4)]))
+
+    assert proposed(sample_s=0.010, micro_step_s=0.0001) is None
+    wanted = proposed(sample_s=0.0001, micro_step_s=0.1)
+    assert wanted is not None
+    assert wanted.split == even(61, 13, 4)
 
 
 def test_where_memory_is_flat_its_strides_are_long() -> None:
