@@ -44,7 +44,9 @@ from splittune.search.models.memory_readings import MemoryReadings
 from splittune.search.models.step_time import TimeModel
 from splittune.search.models.trend import Trend
 from splittune.search.models.whole_steps import WholeSteps
+from splittune.search.policies import baseline
 from splittune.search.policies.base import Policy
+from splittune.search.policies.confidence import UpperConfidenceBound
 from splittune.search.policies.proposer import POLICIES
 from splittune.search.samplers.guided import GuidedSampler
 from splittune.split import BatchSplit
@@ -79,6 +81,8 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("what replicas tell of GPU 0", memory, "larger_on_gpu0", lambda *_, **_kind: []),
     ("the least by chords", Envelope, "least", Envelope.sure),
     ("peaks that go on as they grew", Trend, "through", lambda _: None),
+    ("no baseline that is slower", baseline, "_log_s", lambda table, _: table.steps),
+    ("small risks first", UpperConfidenceBound, "_next", lambda _self, _state, _, worth: int(worth.argmax())),
 )
 
 
