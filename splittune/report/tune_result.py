@@ -53,7 +53,10 @@ class TuneResult:
 
     best: Measurement
     baseline: Measurement | None
-    """The even split at the fewest accumulation steps that fit; None where no even split does."""
+    """The even split at the fewest accumulation steps that fit; None where no even split does.
+
+    Fewer may fit, too, where they were foretold to be slower: nobody would choose them.
+    """
     trials: tuple[Trial, ...]
     config: SplitConfig
     stopped: str = ""

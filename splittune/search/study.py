@@ -55,10 +55,10 @@ def find_best_split(
     """Find the split of `space` with the most samples/s among those that keep their headroom.
 
     `sampler` chooses what to measure. Even splits among it find the baseline: the one at the fewest
-    accumulation steps that fits. No split is searched twice. None is tried that a failure has ruled
-    out. At the end the baseline and up to three of the best are measured once more, and in turn those
-    too close to call, until little is at stake. The fastest wins, by all its measurements; within the
-    noise the one with more headroom.
+    accumulation steps that fits and is not foretold to be slower than another. No split is searched
+    twice. None is tried that a failure has ruled out. At the end the baseline and up to three of the
+    best are measured once more, and in turn those too close to call, until little is at stake. The
+    fastest wins, by all its measurements; within the noise the one with more headroom.
 
     Args:
         space: the legal splits.

@@ -1,4 +1,4 @@
-"""The way to the baseline: the even split at the fewest accumulation steps that fits."""
+"""The way to the baseline: the even split at the fewest accumulation steps that fits, unless it seems to be slower."""
 
 from __future__ import annotations
 
