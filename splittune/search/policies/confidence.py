@@ -105,10 +105,9 @@ class UpperConfidenceBound:
         return Proposal(split=split, kind="risky", reason=f"{reason}; worth a risk: {chances}")
 
     def _next(self, state: SearchState, scores: CandidateScores, worth: FloatArray) -> int:
-        """The row that is `worth`, (N,), most, or what comes before it where it may run out of memory.
+        """The row that is `worth`, (N,), most; where that is a risk, the likeliest to run of what tells more of it.
 
-        That is the likeliest to run of those worth a trial that give a device more than any had. Where trials do not
-        tell what is held at rest there is none: smaller ones teach little.
+        Where trials do not tell what is held at rest risks are taken as they come: they are the way to learn what fits.
         """
         most = int(worth.argmax())
         if scores.cannot_oom[most] or not state.memory.knows_rest:
