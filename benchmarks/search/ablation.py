@@ -67,7 +67,7 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("tiles", weighing, "TILES", ()),
     ("waiting for the host", weighing, "HOST_PARTS", ()),
     ("GPU 0's own work", BusyTimes, "_gpu0_per_sample_s", lambda _: 0.0),
-    ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, tile, log: [(log, self._at(ratios, tile=tile)[1])]),
+    ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, work, log: [(log, self._at(ratios, work=work)[1])]),
     ("ratios as each kind alone says", WholeSteps, "_ratios_alone", lambda *_: []),
     ("GPU 0's own work, without busy times", WholeSteps, "_with_work_of_gpu0", lambda *_: []),
     ("a cold first trial", hypothesis_fit, "COLD", (0.0,)),

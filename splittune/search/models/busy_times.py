@@ -9,7 +9,7 @@ import numpy as np
 
 from splittune.search.arrays import FloatArray
 from splittune.search.choices import PENALTY, SIGNIFICANT, TOLERANCE
-from splittune.search.models.curves import Curve, Tile, fit_curve
+from splittune.search.models.curves import Curve, Work, fit_curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.least_squares import non_negative
@@ -63,7 +63,7 @@ class BusyTimes:
             return weighed
         tiled = [self._curves_of_busy_devices(busy_s, size) for size in sizes_of_tiles(self.trials)]
         for curves in tiled:
-            if any(curve.tile.part > 0 for curve in curves):
+            if any(curve.work.tiled > 0 for curve in curves):
                 weighed += of(curves, -2 * PENALTY)
         return weighed
 
@@ -101,9 +101,9 @@ class BusyTimes:
             times = np.concatenate([busy_s[:, i] for i in group])
             worked = (shares > 0) & (times > 0)
             if worked.any():
-                tile = Tile.fitted(size, shares[worked], times[worked])
-                curve = fit_curve(tile.filled(shares[worked]), times[worked], trials.noise)
-                known |= dict.fromkeys(group, replace(curve, tile=tile))
+                work = Work.in_tiles(size, shares[worked], times[worked])
+                curve = fit_curve(work.of(shares[worked]), times[worked], trials.noise)
+                known |= dict.fromkeys(group, replace(curve, work=work))
         at = min(curve.works[-1:] for curve in known.values())  # what was measured of all of them
         by_speed = sorted(sorted(known), key=lambda i: float(known[i](at)[0]))
 

@@ -33,50 +33,50 @@ SINGULAR = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """How much work a share is.
+class Work:
+    """How much work a share is, in samples.
 
     Kernels work on tiles of so many samples, which cost as much as full ones, and any share keeps a device from its
     best rate for as long as `half_rate` samples take.
     """
 
-    size: int = 1
-    part: float = 0.0
+    tile: int = 1
+    tiled: float = 0.0
     """Of the work, what is in tiles: 0 to 1."""
     half_rate: float = 0.0
     """With so many samples a device has half of its best rate: each share is that much more work. It is the n_1/2 of
     Hockney and Jesshope, "Parallel Computers", 1981."""
 
     @classmethod
-    def fitted(cls, size: int, shares: FloatArray, times_s: FloatArray) -> Tile:
-        """That of this size with the part that explains best what shares took; 0 where none does.
+    def in_tiles(cls, size: int, shares: FloatArray, times_s: FloatArray) -> Work:
+        """In tiles of this size, with the part that explains best what shares took; 0 where none does.
 
         Non-negative least squares on relative errors; a single share, or tiles of 1, tell nothing.
         """
         if size == 1 or np.ptp(shares) == 0:
             return cls(size)
-        matrix = np.column_stack([np.ones_like(shares), shares, cls(size, 1.0).filled(shares)]) / times_s[:, None]
+        matrix = np.column_stack([np.ones_like(shares), shares, cls(size, 1.0).of(shares)]) / times_s[:, None]
         _, plain, tiled = non_negative(matrix, np.ones_like(shares))
         return cls(size, min(float(tiled / (plain + tiled)), MOST_IN_TILES) if tiled > 0 else 0.0)
 
-    def filled(self, shares: FloatArray) -> FloatArray:
+    def of(self, shares: FloatArray) -> FloatArray:
         """The work, in samples: shares, with that part of it rounded up to full tiles.
 
         Worked: with half of the work in tiles of 8, a share of 9 is as much as 12.5 samples. With a half rate of 4, one
         of 2 is as much as 6, and one of 20 as much as 24: ten times the samples take four times as long.
         """
-        filled = shares + self.part * (np.ceil(shares / self.size) * self.size - shares)
+        filled = shares + self.tiled * (np.ceil(shares / self.tile) * self.tile - shares)
         return np.where(shares > 0, filled + self.half_rate, 0.0)
 
 
-NO_TILE = Tile()
+PLAIN = Work()
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Seconds for a share: ``floor + slope x max(work, knee)``, corrected.
 
-    Work is the share, `Tile.filled`, in samples of a device of ratio 1. The line is called the
+    Work is the share, `Work.of`, in samples of a device of ratio 1. The line is called the
     form here. The correction is the deviation of what was measured from the form, interpolated in
     between. So algorithm switches, and whatever else breaks the form, are followed where they were
     measured.
@@ -95,11 +95,11 @@ class Curve:
     ratio: float | FloatArray = 1.0
     """Samples of a device of ratio 1 that take as long as one, so that one curve serves devices of several speeds. Or
     one for each of the last axis of the shares that are asked for."""
-    tile: Tile = NO_TILE
+    work: Work = PLAIN
 
     def __call__(self, shares: FloatArray) -> FloatArray:
         """Seconds for each share; 0 for a share of 0."""
-        form = self.floor_s + self.slope_s * np.maximum(self._work(shares), self.knee)
+        form = self.floor_s + self.slope_s * np.maximum(self._scaled(shares), self.knee)
         return np.where(shares > 0, form * np.exp(self.deviation(shares)), 0.0)
 
     def at(self, ratios: Sequence[float] | FloatArray) -> Curve:
@@ -108,7 +108,7 @@ class Curve:
 
     def deviation(self, shares: FloatArray) -> FloatArray:
         """Logarithm of curve over form, interpolated at `shares`."""
-        return np.asarray(np.interp(np.log1p(self._work(shares)), np.log1p(self.works), self.deviations))
+        return np.asarray(np.interp(np.log1p(self._scaled(shares)), np.log1p(self.works), self.deviations))
 
     def has_form(self, noise: float) -> bool:
         """Whether all that was measured lies on the form, up to noise."""
@@ -122,7 +122,7 @@ class Curve:
         give or take ``|e - d| sqrt(p (1 - p))``. Worked: half way from 0.08 to 0 it is 0.04, give or take 0.04.
         Where a single work was measured it grows with the difference of logarithms.
         """
-        at, logs = np.log1p(self._work(shares)), np.log1p(self.works)
+        at, logs = np.log1p(self._scaled(shares)), np.log1p(self.works)
         if len(logs) == 1:
             return np.asarray(DOUBT_OF_ONE_SHARE * np.abs(at - logs[0]))
         place = np.interp(at, logs, np.arange(len(logs)))
@@ -132,10 +132,10 @@ class Curve:
 
     def beyond(self, shares: FloatArray) -> FloatArray:
         """Logarithm of each share's work over the most that was measured; 0 for what is no more."""
-        return np.asarray(np.maximum(np.log1p(self._work(shares)) - np.log1p(self.works[-1]), 0.0))
+        return np.asarray(np.maximum(np.log1p(self._scaled(shares)) - np.log1p(self.works[-1]), 0.0))
 
-    def _work(self, shares: FloatArray) -> FloatArray:
-        return self.tile.filled(shares) * self.ratio
+    def _scaled(self, shares: FloatArray) -> FloatArray:
+        return self.work.of(shares) * self.ratio
 
 
 def fit_curve(works: Sequence[float] | FloatArray, times_s: Sequence[float] | FloatArray, noise: float) -> Curve:

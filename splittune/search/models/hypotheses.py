@@ -168,6 +168,6 @@ class Hypothesis:
         """The curve of one device for each group whose curves differ in their ratio alone, and the group."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for i, one in enumerate(self.curves):
-            form = one.floor_s, one.slope_s, one.knee, id(one.works), id(one.deviations), one.tile
+            form = one.floor_s, one.slope_s, one.knee, id(one.works), id(one.deviations), one.work
             groups.setdefault(form, []).append(i)
         return [(self.curves[own[0]], own) for own in groups.values()]

@@ -11,7 +11,7 @@ from scipy.optimize import Bounds, minimize, minimize_scalar
 
 from splittune.search.arrays import FloatArray
 from splittune.search.choices import BELIEVED, PENALTY
-from splittune.search.models.curves import MOST_IN_TILES, NO_TILE, Tile, fit_curve
+from splittune.search.models.curves import MOST_IN_TILES, PLAIN, Work, fit_curve
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
 from splittune.search.models.least_squares import non_negative
@@ -77,18 +77,18 @@ class WholeSteps:
         """The likeliest ratios and tile; those with work of GPU 0, without a tile and with that one; and half rates."""
         tried = self._sought()
         without_tile = _ratios(likeliest(tried))
-        for tile in self._tiles():
-            ratios = (without_tile, np.ones_like(without_tile), *self._ratios_alone(tile))
-            tried += [self._at(each, tile=tile) for each in ratios]
+        for work in self._tiles():
+            ratios = (without_tile, np.ones_like(without_tile), *self._ratios_alone(work))
+            tried += [self._at(each, work=work) for each in ratios]
         best = max(tried, key=lambda pair: pair[0])
-        with_work = self._with_work_of_gpu0(without_tile, NO_TILE)
-        if (tile := _tile(best[1])) != NO_TILE:
-            with_work += self._with_work_of_gpu0(_ratios(best[1]), tile)
+        with_work = self._with_work_of_gpu0(without_tile, PLAIN)
+        if (work := _work(best[1])) != PLAIN:
+            with_work += self._with_work_of_gpu0(_ratios(best[1]), work)
         return [best, *with_work, *self._with_half_rates(without_tile)]
 
     def fitted(self, forms: Sequence[Hypothesis]) -> list[Weighed]:
         """Their ratios, tiles, and parts of GPU 0's work, with the curves that fit these trials best."""
-        return [self._at(_ratios(form), form.gpu0_per_sample_s / form.curves[0].slope_s, _tile(form)) for form in forms]
+        return [self._at(_ratios(form), form.gpu0_per_sample_s / form.curves[0].slope_s, _work(form)) for form in forms]
 
     def hypotheses(self, fitted: list[Weighed]) -> list[Weighed]:
         """What is drawn from the first of these forms on, and the others.
@@ -97,9 +97,9 @@ class WholeSteps:
         those with half rates: it makes none likelier that more parts or rates were tried than there are forms without.
         """
         (log, plain), *others = fitted
-        found = self._drawn(_ratios(plain), _tile(plain), log)
+        found = self._drawn(_ratios(plain), _work(plain), log)
         for has_half_rate in (False, True):
-            alike = [pair for pair in others if (_tile(pair[1]).half_rate > 0) == has_half_rate]
+            alike = [pair for pair in others if (_work(pair[1]).half_rate > 0) == has_half_rate]
             logs = np.array([log for log, _ in alike])
             more = float(np.logaddexp.reduce(logs) - logs.max(initial=-np.inf)) if alike else 0.0
             found += [(log - more, own) for log, own in alike]
@@ -137,23 +137,23 @@ class WholeSteps:
         )
         return [*weighed, at(float(np.exp(found.x)))]
 
-    def _drawn(self, ratios: FloatArray, tile: Tile, log_posterior: float) -> list[Weighed]:
+    def _drawn(self, ratios: FloatArray, work: Work, log_posterior: float) -> list[Weighed]:
         """A chain of `NUM_STEPS` from these ratios, (n,), and this tile, one of `KEPT_OF` kept.
 
         Together they are as likely as `log_posterior` says, each as much as any other.
         """
-        kinds, (now, hypothesis), drawn = self._kinds_and_the_rest(), self._at(ratios, tile=tile), []
+        kinds, (now, hypothesis), drawn = self._kinds_and_the_rest(), self._at(ratios, work=work), []
         rng = np.random.default_rng(0)  # what is drawn depends on the trials alone
-        all_tiles = [NO_TILE, *self._tiles()]
+        all_works = [PLAIN, *self._tiles()]
         for step in range(1, NUM_STEPS + 1):
-            other_ratios, other_tile = ratios, tile
+            other_ratios, other_work = ratios, work
             if not kinds or rng.random() < RETILED:
-                other_tile = all_tiles[rng.integers(len(all_tiles))]
+                other_work = all_works[rng.integers(len(all_works))]
             else:
                 other_ratios = self._changed(ratios, kinds, rng)
-            log_tried, other = self._at(other_ratios, tile=other_tile)
+            log_tried, other = self._at(other_ratios, work=other_work)
             if np.log(rng.random()) < log_tried - now:
-                ratios, tile, now, hypothesis = other_ratios, other_tile, log_tried, other
+                ratios, work, now, hypothesis = other_ratios, other_work, log_tried, other
             if step % KEPT_OF == 0:
                 drawn.append(hypothesis)
         return [(log_posterior - float(np.log(len(drawn))), hypothesis) for hypothesis in drawn]
@@ -166,10 +166,10 @@ class WholeSteps:
             return np.where(one, ratios[other][0], np.where(other, ratios[one][0], ratios))
         return np.where(one, np.exp(rng.normal(0.0, rng.choice(RATIO_STEPS))), 1.0) * ratios
 
-    def _ratios_alone(self, tile: Tile = NO_TILE) -> list[FloatArray]:
+    def _ratios_alone(self, work: Work = PLAIN) -> list[FloatArray]:
         """Ratios, (n,), by what each kind took alone: one for each of `FLOORS`; none where not two of them were.
 
-        Of a micro-step alone, t, a part c is constant, so a sample takes ``(t - c) / s``, where s samples fill a `tile`
+        Of a micro-step alone, t, a part c is constant, so a sample takes ``(t - c) / s``, where s samples fill a tile
         up. Nothing tells c: worked, 20 ms and 35 ms for 10 samples are a ratio of 1.75 with a c of 0, and of 2.5 with
         10 ms; if the 35 ms were for 1 sample, 17.5 and 25, and with tiles of 5 samples 3.5 and 5. It is 1 for a kind
         that was not alone.
@@ -177,7 +177,7 @@ class WholeSteps:
         trials, kinds = self.trials, np.array(self.trials.kinds)
         alone = np.array([kind_alone(shards, trials.kinds) for shards in trials.shards.tolist()], dtype=float)
         largest = trials.shards.max(axis=1)
-        filled = tile.filled(largest)
+        filled = work.of(largest)
         times, sizes = np.full((2, trials.num_devices), np.nan)
         told = set(alone[~np.isnan(alone)].tolist())
         for kind in told:
@@ -188,7 +188,7 @@ class WholeSteps:
         samples_s = [(times - part * np.nanmin(times)) / sizes for part in FLOORS]
         return [np.nan_to_num(seconds / np.nanmin(seconds), nan=1.0) for seconds in samples_s]
 
-    def _with_work_of_gpu0(self, ratios: FloatArray, tile: Tile) -> list[Weighed]:
+    def _with_work_of_gpu0(self, ratios: FloatArray, work: Work) -> list[Weighed]:
         """Where GPU 0 works on every sample of the micro-batch while the others work, beside ratios sought from these.
 
         Of shares in proportion nothing tells such work from slow devices. Worked: 2 samples on each of 3 others take
@@ -199,17 +199,17 @@ class WholeSteps:
             return []
         kinds, weighed = self._kinds_of_unknown_speed(), []
         for part in GPU0_PARTS:
-            found = self._at(ratios, part, tile)
+            found = self._at(ratios, part, work)
             for kind in kinds:
                 others = _ratios(found[1])
-                tried = [self._at(np.where(kind, change * others, others), part, tile) for change in RATIO_CHANGES]
+                tried = [self._at(np.where(kind, change * others, others), part, work) for change in RATIO_CHANGES]
                 found = max(tried, key=lambda pair: pair[0])
             weighed.append(found)
         place = int(np.argmax([log for log, _ in weighed]))
         best, masks = _ratios(weighed[place][1]), np.array(kinds, dtype=float)
 
         def near(logs: FloatArray) -> Weighed:
-            return self._at(best * np.exp(logs[1:] @ masks), GPU0_PARTS[place] * float(np.exp(logs[0])), tile)
+            return self._at(best * np.exp(logs[1:] @ masks), GPU0_PARTS[place] * float(np.exp(logs[0])), work)
 
         def unlikely(logs: FloatArray) -> float:
             return -near(logs)[0]
@@ -234,32 +234,32 @@ class WholeSteps:
         """
         if not self._kinds_of_unknown_speed():
             return []
-        tiles = [Tile(half_rate=rate) for rate in HALF_RATES if rate <= self.trials.shards.max()]
-        tried = [[self._at(each, tile=tile) for each in (ratios, *self._ratios_alone(tile))] for tile in tiles]
+        works = [Work(half_rate=rate) for rate in HALF_RATES if rate <= self.trials.shards.max()]
+        tried = [[self._at(each, work=work) for each in (ratios, *self._ratios_alone(work))] for work in works]
         return [max(own, key=lambda pair: pair[0]) for own in tried]
 
-    def _tiles(self) -> list[Tile]:
-        return [Tile(size, part) for size in sizes_of_tiles(self.trials) for part in TILE_PARTS]
+    def _tiles(self) -> list[Work]:
+        return [Work(size, part) for size in sizes_of_tiles(self.trials) for part in TILE_PARTS]
 
     @staticmethod
     def _log_prior(ratios: FloatArray) -> float:
         """Of ratios, (n,), one of each size: their logarithms are standard normal, for devices mostly are alike."""
         return -sum(float(np.log(ratio)) ** 2 for ratio in set(ratios.tolist())) / 2
 
-    def _at(self, ratios: FloatArray, gpu0_part: float = 0.0, tile: Tile = NO_TILE) -> Weighed:
+    def _at(self, ratios: FloatArray, gpu0_part: float = 0.0, work: Work = PLAIN) -> Weighed:
         """With a single curve for all, at these ratios, (n,), so much of `GPU0_PARTS`, and this tile.
 
         The curve is of what other costs leave of a micro-step.
         """
-        num_more = float(gpu0_part > 0) + (tile.half_rate > 0) + 2 * (tile.part > 0)
+        num_more = float(gpu0_part > 0) + (work.half_rate > 0) + 2 * (work.tiled > 0)
         prior = self._log_prior(ratios) - PENALTY * num_more
         trials = self.trials
-        scaled = tile.filled(trials.shards) * ratios
+        scaled = work.of(trials.shards) * ratios
         scaled[:, 0] += gpu0_part * trials.shards.sum(axis=1)
         shares = scaled.max(axis=1)
         # of a single size the curve may take all: what is constant falls out of the comparison
         curve = fit_curve(shares, trials.micro_step_s - self._beside_s(shares), trials.noise)
-        at_ratio = {ratio: replace(curve, ratio=float(ratio), tile=tile) for ratio in set(ratios.tolist())}
+        at_ratio = {ratio: replace(curve, ratio=float(ratio), work=work) for ratio in set(ratios.tolist())}
         curves = tuple(at_ratio[ratio] for ratio in ratios.tolist())
         return weigh(trials, curves, prior, gpu0_per_sample_s=gpu0_part * curve.slope_s)
 
@@ -328,5 +328,5 @@ def _ratios(hypothesis: Hypothesis) -> FloatArray:
     return np.array([curve.ratio for curve in hypothesis.curves])
 
 
-def _tile(hypothesis: Hypothesis) -> Tile:
-    return hypothesis.curves[0].tile
+def _work(hypothesis: Hypothesis) -> Work:
+    return hypothesis.curves[0].work

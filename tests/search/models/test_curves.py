@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from splittune.search.models.curves import Curve, Tile, fit_curve
+from splittune.search.models.curves import Curve, Work, fit_curve
 
 Floats = NDArray[np.float64]
 
@@ -146,9 +146,9 @@ def test_tiles_are_learned_from_a_few_shares(size: int) -> None:
         return 0.002 + 0.0005 * shares + 0.001 * size * np.ceil(shares / size)
 
     shares = np.array([1.0, size, size + 1.0, 2.5 * size, 4.0 * size])
-    tile = Tile.fitted(size, shares, truth(shares))
-    assert tile.part == pytest.approx(2 / 3, rel=0.01)
-    curve = replace(fit_curve(tile.filled(shares), truth(shares), NOISE), tile=tile)
+    work = Work.in_tiles(size, shares, truth(shares))
+    assert work.tiled == pytest.approx(2 / 3, rel=0.01)
+    curve = replace(fit_curve(work.of(shares), truth(shares), NOISE), work=work)
     wanted = np.array([2.0 * size, 2 * size + 1, 3 * size, 3 * size + 1, 7 * size])
     assert curve(wanted) == pytest.approx(truth(wanted), rel=0.01)
 
@@ -156,22 +156,22 @@ def test_tiles_are_learned_from_a_few_shares(size: int) -> None:
 def test_of_times_on_a_line_no_part_is_in_tiles() -> None:
     """Nor does a single share, or tiles of 1, tell any."""
     shares = np.array([1.0, 3.0, 8.0, 11.0])
-    assert Tile.fitted(8, shares, 0.010 + 0.002 * shares).part == pytest.approx(0)
-    assert Tile.fitted(8, np.array([3.0, 3.0]), np.array([0.01, 0.01])).part == 0
-    assert Tile.fitted(1, shares, 0.010 + 0.002 * shares).part == 0
+    assert Work.in_tiles(8, shares, 0.010 + 0.002 * shares).tiled == pytest.approx(0)
+    assert Work.in_tiles(8, np.array([3.0, 3.0]), np.array([0.01, 0.01])).tiled == 0
+    assert Work.in_tiles(1, shares, 0.010 + 0.002 * shares).tiled == 0
 
 
 def test_times_that_differ_within_a_tile_speak_against_it() -> None:
     """Each of four shares up to 32 takes as long as it likes: tiles of 32 explain nothing, so all deviations stay."""
     shares, times_s = np.array([1.0, 11.0, 16.0, 32.0]), np.array([0.0105, 0.0108, 0.0067, 0.0078])
-    tile = Tile.fitted(32, shares, times_s)
-    assert np.abs(fit_curve(tile.filled(shares), times_s, NOISE).deviations).max() > 0.2
+    work = Work.in_tiles(32, shares, times_s)
+    assert np.abs(fit_curve(work.of(shares), times_s, NOISE).deviations).max() > 0.2
 
 
 def test_the_worked_examples_of_tiles() -> None:
     """Half in tiles of 8, 9 samples are as much work as 12.5; a device rounds its own share up, before its ratio."""
-    assert Tile(8, 0.5).filled(np.array([9.0])).tolist() == [12.5]
-    curve = Curve(0.002, 0.001, 4.0, np.array([1.0]), np.zeros(1), ratio=2.0, tile=Tile(4, 1.0))
+    assert Work(8, 0.5).of(np.array([9.0])).tolist() == [12.5]
+    curve = Curve(0.002, 0.001, 4.0, np.array([1.0]), np.zeros(1), ratio=2.0, work=Work(4, 1.0))
     assert at(curve, 0, 1, 4, 5) == pytest.approx([0, 0.010, 0.010, 0.018])
 
 

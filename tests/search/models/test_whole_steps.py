@@ -251,7 +251,7 @@ def test_without_busy_times_two_slow_cards_may_explain_what_all_took(monkeypatch
         return off - 2 * float(doubts(model, wanted)[0])
 
     drawn = beyond_two_deviations()
-    monkeypatch.setattr(WholeSteps, "_drawn", lambda self, ratios, tile, log: [(log, self._at(ratios, tile=tile)[1])])
+    monkeypatch.setattr(WholeSteps, "_drawn", lambda self, ratios, work, log: [(log, self._at(ratios, work=work)[1])])
     assert 0 < beyond_two_deviations() > drawn + 0.02
 
 
