@@ -35,7 +35,7 @@ from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
 from splittune.search import find_best_split
 from splittune.search.arrays import BoolArray, FloatArray
-from splittune.search.models import hypothesis_fit, kinds, memory, weighing
+from splittune.search.models import busy_times, hypothesis_fit, kinds, memory, weighing
 from splittune.search.models.busy_times import BusyTimes
 from splittune.search.models.calibration import Calibration
 from splittune.search.models.envelope import Envelope
@@ -65,6 +65,7 @@ def _no_larger(_: MemoryReadings, _device: int, sizes: FloatArray, **_kind: bool
 
 PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("tiles", weighing, "TILES", ()),
+    ("first samples that are more work", busy_times, "FADES", ()),
     ("waiting for the host", weighing, "HOST_PARTS", ()),
     ("GPU 0's own work", BusyTimes, "_gpu0_per_sample_s", lambda _: 0.0),
     ("ratios drawn", WholeSteps, "_drawn", lambda self, ratios, work, log: [(log, self._at(ratios, work=work)[1])]),

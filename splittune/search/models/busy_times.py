@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from splittune.search.arrays import FloatArray
 from splittune.search.choices import PENALTY, SIGNIFICANT, TOLERANCE
-from splittune.search.models.curves import Curve, Work, fit_curve
+from splittune.search.models.curves import PLAIN, Curve, Work, fit_curve
 from splittune.search.models.groups import grouped
 from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.least_squares import non_negative
 from splittune.search.models.step_trials import StepTrials
 from splittune.search.models.weighing import Weighed, sizes_of_tiles, weigh
 
+# With so many samples half is gone of what the first ones may be more work; there is a hypothesis for each. A choice,
+# evenly spaced in logarithms. More of them: each proposal takes longer.
+FADES = (2.0, 4.0, 8.0, 16.0, 32.0)
 # A divisor in place of 0 seconds.
 LEAST_SECONDS = 1e-12
+
+WorkOf = Callable[[FloatArray, FloatArray], Work]  # how much work shares are, by what they took in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,7 @@ class BusyTimes:
     trials: StepTrials
 
     def forms(self) -> list[Weighed]:
-        """Curves without tiles and, where shares took what these do not explain, with tiles of each size.
+        """Plain curves and, where shares took what these do not explain, with tiles or first samples that are more.
 
         What GPU 0 works on the whole micro-batch, where there is such work, may be in its curve, or
         beside it: while the others work, or once they have finished, when all wait for it.
@@ -57,13 +63,15 @@ class BusyTimes:
             unlinked = weigh(self.trials, curves, log_prior, gpu0_per_sample_s=gpu0_per_sample_s, with_links=False)
             return [(log_posterior - np.log(2), told) for log_posterior, told in (linked, unlinked)]
 
-        plain = self._curves_of_busy_devices(busy_s, size=1)
+        plain = self._curves_of_busy_devices(busy_s, lambda *_: PLAIN)
         weighed = of(plain)
         if all(curve.has_form(self.trials.noise) for curve in plain):
             return weighed
-        tiled = [self._curves_of_busy_devices(busy_s, size) for size in sizes_of_tiles(self.trials)]
-        for curves in tiled:
-            if any(curve.work.tiled > 0 for curve in curves):
+        works: list[WorkOf] = [partial(Work.in_tiles, size) for size in sizes_of_tiles(self.trials.shards.max())]
+        works += [partial(Work.fading, fades) for fades in FADES]
+        for work_of in works:
+            curves = self._curves_of_busy_devices(busy_s, work_of)
+            if any(curve.work != PLAIN for curve in curves):
                 weighed += of(curves, -2 * PENALTY)
         return weighed
 
@@ -92,7 +100,7 @@ class BusyTimes:
         largest = float((per_sample_s * sizes / np.maximum(busy_s[:, 0], per_sample_s * sizes + LEAST_SECONDS)).max())
         return float(per_sample_s) if largest > TOLERANCE + SIGNIFICANT * trials.noise else 0.0
 
-    def _curves_of_busy_devices(self, busy_s: FloatArray, size: int) -> tuple[Curve, ...]:
+    def _curves_of_busy_devices(self, busy_s: FloatArray, work_of: WorkOf) -> tuple[Curve, ...]:
         """A curve for each device: one for all of a speed, a borrowed one before any share."""
         trials = self.trials
         known: dict[int, Curve] = {}
@@ -101,7 +109,7 @@ class BusyTimes:
             times = np.concatenate([busy_s[:, i] for i in group])
             worked = (shares > 0) & (times > 0)
             if worked.any():
-                work = Work.in_tiles(size, shares[worked], times[worked])
+                work = work_of(shares[worked], times[worked])
                 curve = fit_curve(work.of(shares[worked]), times[worked], trials.noise)
                 known |= dict.fromkeys(group, replace(curve, work=work))
         at = min(curve.works[-1:] for curve in known.values())  # what was measured of all of them

@@ -24,6 +24,9 @@ DOUBT_OF_ONE_SHARE = 0.45
 # Of the work no more than this is held to be in tiles: with all of it two shares that fill the same tiles would be the
 # same work, and times of theirs that differ would speak against no tile.
 MOST_IN_TILES = 0.999
+# The first sample is no more than this much more work than each of very many. A choice: it bounds what is foretold far
+# beyond what was measured.
+MOST_EXTRA = 3.0
 # Seconds a sample costs at least: a curve that is exactly flat would divide by 0.
 LEAST_SLOPE_S = 1e-15
 # Two sums of squared errors closer than this are equal: of equal fits the largest knee is taken.
@@ -36,8 +39,8 @@ SINGULAR = 1e-12
 class Work:
     """How much work a share is, in samples.
 
-    Kernels work on tiles of so many samples, which cost as much as full ones, and any share keeps a device from its
-    best rate for as long as `half_rate` samples take.
+    Kernels work on tiles of so many samples, which cost as much as full ones. Any share keeps a device from its best
+    rate for as long as `half_rate` samples take. And each of few samples is more work than each of many.
     """
 
     tile: int = 1
@@ -46,6 +49,10 @@ class Work:
     half_rate: float = 0.0
     """With so many samples a device has half of its best rate: each share is that much more work. It is the n_1/2 of
     Hockney and Jesshope, "Parallel Computers", 1981."""
+    extra: float = 0.0
+    """How much more work the first sample is than each of very many."""
+    fades: float = 1.0
+    """What the first samples are more comes to `extra * fades` in all, and to half of that with so many samples."""
 
     @classmethod
     def in_tiles(cls, size: int, shares: FloatArray, times_s: FloatArray) -> Work:
@@ -54,18 +61,34 @@ class Work:
         Non-negative least squares on relative errors; a single share, or tiles of 1, tell nothing.
         """
         if size == 1 or np.ptp(shares) == 0:
-            return cls(size)
+            return cls()
         matrix = np.column_stack([np.ones_like(shares), shares, cls(size, 1.0).of(shares)]) / times_s[:, None]
         _, plain, tiled = non_negative(matrix, np.ones_like(shares))
-        return cls(size, min(float(tiled / (plain + tiled)), MOST_IN_TILES) if tiled > 0 else 0.0)
+        return cls(size, min(float(tiled / (plain + tiled)), MOST_IN_TILES)) if tiled > 0 else cls()
+
+    @classmethod
+    def fading(cls, fades: float, shares: FloatArray, times_s: FloatArray) -> Work:
+        """With what the first samples are more work, by what shares took; none where three shares do not tell.
+
+        Non-negative least squares on relative errors.
+        """
+        if len(np.unique(shares)) < 3:
+            return cls()
+        more = cls(extra=1.0, fades=fades).of(shares) - shares
+        matrix = np.column_stack([np.ones_like(shares), shares, more]) / times_s[:, None]
+        _, plain, extra = non_negative(matrix, np.ones_like(shares))
+        return cls(extra=float(extra / max(plain, extra / MOST_EXTRA)), fades=fades) if extra > 0 else cls()
 
     def of(self, shares: FloatArray) -> FloatArray:
-        """The work, in samples: shares, with that part of it rounded up to full tiles.
+        """The work, in samples: shares, with a part rounded up to full tiles, and what the first ones are more.
 
         Worked: with half of the work in tiles of 8, a share of 9 is as much as 12.5 samples. With a half rate of 4, one
-        of 2 is as much as 6, and one of 20 as much as 24: ten times the samples take four times as long.
+        of 2 is as much as 6, and one of 20 as much as 24: ten times the samples take four times as long. If the first
+        samples are up to twice as much work, half of it gone with 4, then a share of 4 is as much as
+        ``4 + 4 x 4 / (4 + 4) = 6``, and one of 12 as much as 15.
         """
         filled = shares + self.tiled * (np.ceil(shares / self.tile) * self.tile - shares)
+        filled = filled + self.extra * self.fades * shares / (self.fades + shares)
         return np.where(shares > 0, filled + self.half_rate, 0.0)
 
 

@@ -54,8 +54,8 @@ class TimeModel:
     non-negative least squares on relative errors.
 
     Bayesian model averaging: several hypotheses are fitted and weighed by how likely they make the
-    trials, and where they differ the prediction is in doubt. Curves with and without steps at tiles
-    are such hypotheses, and so are costs with links and without. Where busy times are unknown a single
+    trials, and where they differ the prediction is in doubt. Such hypotheses are curves with and without steps at
+    tiles, or first samples that are more work, and costs with links and without. Where busy times are unknown a single
     curve over the largest share stands for all devices, with the shares of each kind of device counted
     at each of several ratios, with several parts of the micro-batch added to GPU 0's, and with several half rates.
 

@@ -30,14 +30,19 @@ FREEDOM = 4.0
 HOST_PARTS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
 
 
-def sizes_of_tiles(trials: StepTrials) -> list[int]:
-    """Those of `TILES` that a measured share fills."""
-    return [size for size in TILES if size <= trials.shards.max()]
+def sizes_of_tiles(most: float) -> list[int]:
+    """Those of `TILES` that are no more than `most` samples."""
+    return [size for size in TILES if size <= most]
+
+
+def most_likely(weighed: Iterable[Weighed]) -> Weighed:
+    """The one with the largest posterior."""
+    return max(weighed, key=lambda pair: pair[0])
 
 
 def likeliest(weighed: Iterable[Weighed]) -> Hypothesis:
-    """The hypothesis with the largest posterior."""
-    return max(weighed, key=lambda pair: pair[0])[1]
+    """Its hypothesis alone."""
+    return most_likely(weighed)[1]
 
 
 def weigh(

@@ -239,7 +239,7 @@ class WholeSteps:
         return [max(own, key=lambda pair: pair[0]) for own in tried]
 
     def _tiles(self) -> list[Work]:
-        return [Work(size, part) for size in sizes_of_tiles(self.trials) for part in TILE_PARTS]
+        return [Work(size, part) for size in sizes_of_tiles(self.trials.shards.max()) for part in TILE_PARTS]
 
     @staticmethod
     def _log_prior(ratios: FloatArray) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from splittune.search.models.curves import Curve, Work, fit_curve
+from splittune.search.models.curves import MOST_EXTRA, PLAIN, Curve, Work, fit_curve
 
 Floats = NDArray[np.float64]
 
@@ -166,6 +166,34 @@ def test_times_that_differ_within_a_tile_speak_against_it() -> None:
     shares, times_s = np.array([1.0, 11.0, 16.0, 32.0]), np.array([0.0105, 0.0108, 0.0067, 0.0078])
     work = Work.in_tiles(32, shares, times_s)
     assert np.abs(fit_curve(work.of(shares), times_s, NOISE).deviations).max() > 0.2
+
+
+@pytest.mark.parametrize("fades", [2.0, 8.0, 32.0])
+def test_what_the_first_samples_are_more_is_learned_from_a_few_shares(fades: float) -> None:
+    """Where each further sample takes a little less, shares far beyond those measured are foretold."""
+
+    def truth(shares: Floats) -> Floats:
+        return 0.002 + 0.001 * shares + 0.0015 * shares * fades / (shares + fades)
+
+    shares = np.array([1.0, 2.0, 3.0, 5.0, 8.0])
+    work = Work.fading(fades, shares, truth(shares))
+    assert work.extra == pytest.approx(1.5, rel=0.01)
+    curve = replace(fit_curve(work.of(shares), truth(shares), NOISE), work=work)
+    wanted = np.array([4.0, 16.0, 40.0])
+    assert curve(wanted) == pytest.approx(truth(wanted), rel=0.01)
+
+
+def test_of_times_on_a_line_the_first_samples_are_no_more() -> None:
+    """Two shares do not tell; and however little later ones take, the first are no more than `MOST_EXTRA` more."""
+    shares = np.array([1.0, 3.0, 8.0, 11.0])
+    assert Work.fading(4.0, shares, 0.010 + 0.002 * shares).extra == pytest.approx(0, abs=1e-6)
+    assert Work.fading(4.0, np.array([1.0, 3.0, 3.0]), np.array([0.01, 0.02, 0.02])) == PLAIN
+    assert Work.fading(4.0, shares, np.sqrt(np.log1p(shares))).extra == MOST_EXTRA
+
+
+def test_the_worked_examples_of_first_samples_that_are_more() -> None:
+    """Up to twice as much work, half of it gone with 4 samples."""
+    assert Work(extra=1.0, fades=4.0).of(np.array([0.0, 4.0, 12.0])).tolist() == [0.0, 6.0, 15.0]
 
 
 def test_the_worked_examples_of_tiles() -> None:

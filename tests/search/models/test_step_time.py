@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from benchmarks.problems.problem import CardTime, Problem
 from benchmarks.search import layered
@@ -56,6 +57,23 @@ def test_a_knee_is_learned() -> None:
     model = model_of(problem, [even(B, k, 2) for k in (32, 16, 8, 4, 2)])
     wanted = [even(B, 1, 2), even(B, 11, 2)]
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.1)
+
+
+class FewAreSlower(CardTime):
+    """Each of few samples takes longer than each of many."""
+
+    def __call__(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(N,) shares to (N,) seconds."""
+        return self.sample_s * (shares + 3 * np.sqrt(shares))
+
+
+def test_samples_that_take_less_the_more_they_are_are_foretold() -> None:
+    """One takes 8 ms, and 7 take 30: a line through what 1 to 7 took has 32 take a fifth longer than they do."""
+    problem = job(2, B=B, times=[FewAreSlower(launch_s=0.0, sample_s=0.002)] * 2)
+    model = model_of(problem, [even(B, k, 2) for k in (32, 16, 11, 8, 5)])
+    wanted = [even(B, 2, 2), even(B, 1, 2)]
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
+    assert (doubts(model, *wanted) < 0.1).all()
 
 
 def test_what_the_form_does_not_explain_is_followed_where_it_was_measured() -> None:
