@@ -16,7 +16,7 @@ from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
 from splittune.search.models.least_squares import non_negative
 from splittune.search.models.step_trials import MOST_OVERHEAD, StepTrials
-from splittune.search.models.weighing import Weighed, likeliest, sizes_of_tiles, weigh
+from splittune.search.models.weighing import Weighed, likeliest, most_likely, sizes_of_tiles, weigh
 
 # How many samples of one kind of device take as long as one of another: where the likeliest are sought. A choice,
 # evenly spaced in logarithms: the fastest cards in use have some ten times the speed of the slowest, and the ratios go
@@ -74,17 +74,21 @@ class WholeSteps:
     trials: StepTrials
 
     def forms(self) -> list[Weighed]:
-        """The likeliest ratios and tile; those with work of GPU 0, without a tile and with that one; and half rates."""
-        tried = self._sought()
-        without_tile = _ratios(likeliest(tried))
-        for work in self._tiles():
-            ratios = (without_tile, np.ones_like(without_tile), *self._ratios_alone(work))
-            tried += [self._at(each, work=work) for each in ratios]
-        best = max(tried, key=lambda pair: pair[0])
-        with_work = self._with_work_of_gpu0(without_tile, PLAIN)
-        if (work := _work(best[1])) != PLAIN:
-            with_work += self._with_work_of_gpu0(_ratios(best[1]), work)
-        return [best, *with_work, *self._with_half_rates(without_tile)]
+        """The likeliest ratios and tile; those with work of GPU 0, without a tile and with each; and half rates."""
+        sought = self._sought()
+        without_tile = likeliest(sought)
+        ratios = _ratios(without_tile)
+        tiled = []
+        for works in self._tiles():
+            own = [
+                self._at(each, work=work)
+                for work in works
+                for each in (ratios, np.ones_like(ratios), *self._ratios_alone(work))
+            ]
+            tiled.append(most_likely(own))
+        beside = [without_tile, *(form for _, form in tiled)]
+        with_work = [pair for form in beside for pair in self._with_work_of_gpu0(_ratios(form), _work(form))]
+        return [most_likely([*sought, *tiled]), *with_work, *self._with_half_rates(ratios)]
 
     def fitted(self, forms: Sequence[Hypothesis]) -> list[Weighed]:
         """Their ratios, tiles, and parts of GPU 0's work, with the curves that fit these trials best."""
@@ -144,7 +148,7 @@ class WholeSteps:
         """
         kinds, (now, hypothesis), drawn = self._kinds_and_the_rest(), self._at(ratios, work=work), []
         rng = np.random.default_rng(0)  # what is drawn depends on the trials alone
-        all_works = [PLAIN, *self._tiles()]
+        all_works = [PLAIN, *(work for works in self._tiles() for work in works)]
         for step in range(1, NUM_STEPS + 1):
             other_ratios, other_work = ratios, work
             if not kinds or rng.random() < RETILED:
@@ -203,7 +207,7 @@ class WholeSteps:
             for kind in kinds:
                 others = _ratios(found[1])
                 tried = [self._at(np.where(kind, change * others, others), part, work) for change in RATIO_CHANGES]
-                found = max(tried, key=lambda pair: pair[0])
+                found = most_likely(tried)
             weighed.append(found)
         place = int(np.argmax([log for log, _ in weighed]))
         best, masks = _ratios(weighed[place][1]), np.array(kinds, dtype=float)
@@ -236,10 +240,16 @@ class WholeSteps:
             return []
         works = [Work(half_rate=rate) for rate in HALF_RATES if rate <= self.trials.shards.max()]
         tried = [[self._at(each, work=work) for each in (ratios, *self._ratios_alone(work))] for work in works]
-        return [max(own, key=lambda pair: pair[0]) for own in tried]
+        return [most_likely(own) for own in tried]
 
-    def _tiles(self) -> list[Work]:
-        return [Work(size, part) for size in sizes_of_tiles(self.trials.shards.max()) for part in TILE_PARTS]
+    def _tiles(self) -> list[list[Work]]:
+        """Of each size, with each part in tiles: those that a share filled, and the next larger one.
+
+        With that more samples may take no longer. Worked: after shares of 1 to 3 the largest is 4. If it is one,
+        3 samples take as long as 1.
+        """
+        sizes = sizes_of_tiles(2 * self.trials.shards.max() - 1)
+        return [[Work(size, part) for part in TILE_PARTS] for size in sizes]
 
     @staticmethod
     def _log_prior(ratios: FloatArray) -> float:
