@@ -53,8 +53,9 @@ from splittune.split import BatchSplit
 
 FIRST_SEED = 200_000
 FACTORS: dict[str, float] = {"nothing": 0.0, "halved": 0.5, "doubled": 2.0}
-# What is no choice: which column is which, a unit, how torch reserves, and what only a type checker reads.
-NO_CHOICE = ("CONSTANT", "SHARE", "ACCUMULATES", "MICRO_BATCH", "MIB", "SEGMENT_BYTES", "TYPE_CHECKING")
+# What is no choice: which column is which, how many numbers a line has, a unit, how torch reserves, and what only a
+# type checker reads.
+NO_CHOICE = ("CONSTANT", "KNEE_TERMS", "SHARE", "ACCUMULATES", "MICRO_BATCH", "MIB", "SEGMENT_BYTES", "TYPE_CHECKING")
 # Parts of the models and of the candidates: where each is, and what is left without it.
 
 

@@ -31,6 +31,8 @@ MOST_EXTRA = 3.0
 LEAST_SLOPE_S = 1e-15
 # Two sums of squared errors closer than this are equal: of equal fits the largest knee is taken.
 EQUAL_ERRORS = 1e-12
+# A line with a knee has so many numbers: floor, slope and knee.
+KNEE_TERMS = 3
 # Two terms whose fit has a smaller determinant than this part of its diagonal product are one term.
 SINGULAR = 1e-12
 
@@ -134,8 +136,12 @@ class Curve:
         return np.asarray(np.interp(np.log1p(self._scaled(shares)), np.log1p(self.works), self.deviations))
 
     def has_form(self, noise: float) -> bool:
-        """Whether all that was measured lies on the form, up to noise."""
-        return float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
+        """Whether all that was measured lies on the form, up to noise.
+
+        Three works lie on some line with a knee in any case, which says nothing for it.
+        """
+        is_told = not self.knee or len(self.works) > KNEE_TERMS
+        return is_told and float(np.abs(self.deviations).max()) <= max(noise, LEAST_DEVIATION)
 
     def doubt(self, shares: FloatArray) -> FloatArray:
         """Relative standard deviation of each prediction.

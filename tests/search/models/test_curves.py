@@ -203,6 +203,17 @@ def test_the_worked_examples_of_tiles() -> None:
     assert at(curve, 0, 1, 4, 5) == pytest.approx([0, 0.010, 0.010, 0.018])
 
 
+def test_three_shares_on_a_line_with_a_knee_do_not_tell_that_there_is_one() -> None:
+    """1 and 2 samples take as long, and 6 twice that: a knee, or tiles of 2 or 4. A fourth on that line tells."""
+    shares, times_s = np.array([1.0, 2.0, 6.0, 8.0]), np.array([0.01, 0.01, 0.02, 0.025])
+    three, four = fit_curve(shares[:3], times_s[:3], NOISE), fit_curve(shares, times_s, NOISE)
+    assert three.knee > 0
+    assert three.deviations == pytest.approx([0, 0, 0], abs=1e-6)
+    assert not three.has_form(NOISE)
+    assert four.knee > 0
+    assert four.has_form(NOISE)
+
+
 def test_a_curve_has_its_form_when_all_shares_lie_on_it() -> None:
     """A share that is off is to be explained."""
     line = {share: 0.01 + 0.002 * share for share in (1.0, 3.0, 8.0, 11.0)}
