@@ -58,28 +58,22 @@ class Work:
 
     @classmethod
     def in_tiles(cls, size: int, shares: FloatArray, times_s: FloatArray) -> Work:
-        """In tiles of this size, with the part that explains best what shares took; 0 where none does.
+        """In tiles of this size, with the part that explains best what shares took; plain where none does.
 
-        Non-negative least squares on relative errors; a single share, or tiles of 1, tell nothing.
+        A single share, or tiles of 1, tell nothing.
         """
         if size == 1 or np.ptp(shares) == 0:
             return cls()
-        matrix = np.column_stack([np.ones_like(shares), shares, cls(size, 1.0).of(shares)]) / times_s[:, None]
-        _, plain, tiled = non_negative(matrix, np.ones_like(shares))
-        return cls(size, min(float(tiled / (plain + tiled)), MOST_IN_TILES)) if tiled > 0 else cls()
+        plain, tiled = _slopes(shares, cls(size, 1.0).of(shares), times_s)
+        return cls(size, min(tiled / (plain + tiled), MOST_IN_TILES)) if tiled > 0 else cls()
 
     @classmethod
     def fading(cls, fades: float, shares: FloatArray, times_s: FloatArray) -> Work:
-        """With what the first samples are more work, by what shares took; none where three shares do not tell.
-
-        Non-negative least squares on relative errors.
-        """
+        """With what the first samples are more work, by what shares took; plain where three shares do not tell."""
         if len(np.unique(shares)) < 3:
             return cls()
-        more = cls(extra=1.0, fades=fades).of(shares) - shares
-        matrix = np.column_stack([np.ones_like(shares), shares, more]) / times_s[:, None]
-        _, plain, extra = non_negative(matrix, np.ones_like(shares))
-        return cls(extra=float(extra / max(plain, extra / MOST_EXTRA)), fades=fades) if extra > 0 else cls()
+        plain, extra = _slopes(shares, cls(extra=1.0, fades=fades).of(shares) - shares, times_s)
+        return cls(extra=extra / max(plain, extra / MOST_EXTRA), fades=fades) if extra > 0 else cls()
 
     def of(self, shares: FloatArray) -> FloatArray:
         """The work, in samples: shares, with a part rounded up to full tiles, and what the first ones are more.
@@ -192,6 +186,13 @@ def fit_curve(works: Sequence[float] | FloatArray, times_s: Sequence[float] | Fl
     form = floors[best] + slopes[best] * np.maximum(sizes, knees[best])
     deviations = _deviations(measured, form, noise)
     return Curve(float(floors[best]), float(slopes[best]), float(knees[best]), sizes, deviations)
+
+
+def _slopes(shares: FloatArray, others: FloatArray, times_s: FloatArray) -> tuple[float, float]:
+    """Seconds of each of `shares` and of `others`, beside a constant: non-negative, of least relative error."""
+    matrix = np.column_stack([np.ones_like(shares), shares, others]) / times_s[:, None]
+    _, own_s, other_s = non_negative(matrix, np.ones_like(shares))
+    return float(own_s), float(other_s)
 
 
 def _deviations(measured: FloatArray, form: FloatArray, noise: float) -> FloatArray:

@@ -35,14 +35,9 @@ def sizes_of_tiles(most: float) -> list[int]:
     return [size for size in TILES if size <= most]
 
 
-def most_likely(weighed: Iterable[Weighed]) -> Weighed:
+def likeliest(weighed: Iterable[Weighed]) -> Weighed:
     """The one with the largest posterior."""
     return max(weighed, key=lambda pair: pair[0])
-
-
-def likeliest(weighed: Iterable[Weighed]) -> Hypothesis:
-    """Its hypothesis alone."""
-    return most_likely(weighed)[1]
 
 
 def weigh(

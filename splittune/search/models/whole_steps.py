@@ -16,7 +16,7 @@ from splittune.search.models.hypotheses import Hypothesis
 from splittune.search.models.kinds import kind_alone
 from splittune.search.models.least_squares import non_negative
 from splittune.search.models.step_trials import MOST_OVERHEAD, StepTrials
-from splittune.search.models.weighing import Weighed, likeliest, most_likely, sizes_of_tiles, weigh
+from splittune.search.models.weighing import Weighed, likeliest, sizes_of_tiles, weigh
 
 # How many samples of one kind of device take as long as one of another: where the likeliest are sought. A choice,
 # evenly spaced in logarithms: the fastest cards in use have some ten times the speed of the slowest, and the ratios go
@@ -76,7 +76,7 @@ class WholeSteps:
     def forms(self) -> list[Weighed]:
         """The likeliest ratios and tile; those with work of GPU 0, without a tile and with each; and half rates."""
         sought = self._sought()
-        without_tile = likeliest(sought)
+        _, without_tile = likeliest(sought)
         ratios = _ratios(without_tile)
         tiled = []
         for works in self._tiles():
@@ -85,10 +85,10 @@ class WholeSteps:
                 for work in works
                 for each in (ratios, np.ones_like(ratios), *self._ratios_alone(work))
             ]
-            tiled.append(most_likely(own))
+            tiled.append(likeliest(own))
         beside = [without_tile, *(form for _, form in tiled)]
         with_work = [pair for form in beside for pair in self._with_work_of_gpu0(_ratios(form), _work(form))]
-        return [most_likely([*sought, *tiled]), *with_work, *self._with_half_rates(ratios)]
+        return [likeliest([*sought, *tiled]), *with_work, *self._with_half_rates(ratios)]
 
     def fitted(self, forms: Sequence[Hypothesis]) -> list[Weighed]:
         """Their ratios, tiles, and parts of GPU 0's work, with the curves that fit these trials best."""
@@ -118,11 +118,11 @@ class WholeSteps:
         equal, kinds = np.ones(self.trials.num_devices), self._kinds_and_the_rest()
         weighed = [self._at(ratios) for ratios in (equal, *self._ratios_alone())]
         for again in (False, True)[: len(kinds)]:
-            ratios = _ratios(likeliest(weighed)) if again else equal
+            ratios = _ratios(likeliest(weighed)[1]) if again else equal
             for kind in kinds:
                 own = self._at_ratios_of(kind, ratios)
                 weighed += own
-                ratios = _ratios(likeliest(own))
+                ratios = _ratios(likeliest(own)[1])
         return weighed
 
     def _at_ratios_of(self, kind: NDArray[np.bool_], others: FloatArray) -> list[Weighed]:
@@ -132,7 +132,7 @@ class WholeSteps:
             return self._at(np.where(kind, ratio, others))
 
         weighed = [at(ratio) for ratio in SPEED_RATIOS]
-        middle, step = np.log(_ratios(likeliest(weighed))[kind][0]), np.log(SPEED_RATIOS[1] / SPEED_RATIOS[0])
+        middle, step = np.log(_ratios(likeliest(weighed)[1])[kind][0]), np.log(SPEED_RATIOS[1] / SPEED_RATIOS[0])
         found = minimize_scalar(
             lambda log_ratio: -at(float(np.exp(log_ratio)))[0],
             bounds=(middle - step, middle + step),
@@ -207,7 +207,7 @@ class WholeSteps:
             for kind in kinds:
                 others = _ratios(found[1])
                 tried = [self._at(np.where(kind, change * others, others), part, work) for change in RATIO_CHANGES]
-                found = most_likely(tried)
+                found = likeliest(tried)
             weighed.append(found)
         place = int(np.argmax([log for log, _ in weighed]))
         best, masks = _ratios(weighed[place][1]), np.array(kinds, dtype=float)
@@ -240,7 +240,7 @@ class WholeSteps:
             return []
         works = [Work(half_rate=rate) for rate in HALF_RATES if rate <= self.trials.shards.max()]
         tried = [[self._at(each, work=work) for each in (ratios, *self._ratios_alone(work))] for work in works]
-        return [most_likely(own) for own in tried]
+        return [likeliest(own) for own in tried]
 
     def _tiles(self) -> list[list[Work]]:
         """Of each size, with each part in tiles: those that a share filled, and the next larger one.
