@@ -30,12 +30,18 @@ class JudgedTrial:
     oom_devices: frozenset[int] = field(default_factory=frozenset)
     """Empty where the split fitted, and where it ran out of memory on a device that nobody
     names."""
+    lacks_cached: bool = False
+    """It ran, and torch's allocator held in free blocks what it lacked: larger shares may leave fewer of them."""
 
     @classmethod
     def of(cls, measurement: Measurement, min_headroom_bytes: Sequence[int]) -> JudgedTrial:
         """`measurement`, judged by what each device must keep free."""
         judged = measurement.judged(min_headroom_bytes)
-        return cls(measurement=judged, oom_devices=oom_devices_of(judged, min_headroom_bytes))
+        return cls(
+            measurement=judged,
+            oom_devices=oom_devices_of(judged, min_headroom_bytes),
+            lacks_cached=_lacks_cached(judged, min_headroom_bytes),
+        )
 
     @property
     def split(self) -> BatchSplit:
@@ -131,6 +137,20 @@ def oom_devices_of(measurement: Measurement, min_headroom_bytes: Sequence[int]) 
         device = int(named[1] or named[2])
         short |= {device} if device < measurement.split.num_devices else set()
     return frozenset(short)
+
+
+def _lacks_cached(measurement: Measurement, min_headroom_bytes: Sequence[int]) -> bool:
+    """See `JudgedTrial.lacks_cached`."""
+    ran = measurement.outcome is Outcome.NO_HEADROOM and measurement.throughput is not None
+    return (
+        ran
+        and bool(measurement.memory)
+        and all(
+            memory.headroom_bytes + memory.peak_reserved_bytes - memory.peak_allocated_bytes
+            >= min_headroom_bytes[memory.device]
+            for memory in measurement.memory
+        )
+    )
 
 
 def known_infeasible(split: BatchSplit, trials: Iterable[JudgedTrial]) -> bool:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement, Outcome
 from splittune.search.judged_trials import JudgedTrial, oom_devices_of
 from splittune.split import BatchSplit, SplitSpace
@@ -123,3 +124,26 @@ def test_oom_devices_are_read_from_each_devices_own_demand() -> None:
     measurement = problem.measure(split_of(2, 8, 8)).judged((0, 300 * 1024**2))
     assert measurement.outcome is Outcome.NO_HEADROOM
     assert oom_devices_of(measurement, (0, 300 * 1024**2)) == {1}
+
+
+@pytest.mark.parametrize(
+    ("allocated", "runs", "expected"), [(600, True, True), (950, True, False), (600, False, False)]
+)
+def test_headroom_that_the_allocator_holds_is_lacking_for_now(allocated: int, runs: bool, expected: bool) -> None:
+    """Of 1,000 bytes it reserved all and 100 are demanded: 600 were alive, so 400 were free; of 950 that left, 50."""
+    reading = DeviceMemory(
+        device=0, total_bytes=1000, outside_bytes=0, peak_allocated_bytes=allocated, peak_reserved_bytes=1000
+    )
+    split = split_of(4, 8)
+    measurement = Measurement(
+        split=split,
+        outcome=Outcome.OK if runs else Outcome.OUT_OF_MEMORY,
+        memory=(reading,),
+        micro_step_times_s=(0.1,) if runs else (),
+        update_times_s=(0.1,) if runs else (),
+    )
+    judged = JudgedTrial.of(measurement, [100])
+    assert judged.ran == runs
+    assert judged.oom_devices == {0}
+    assert judged.lacks_cached == expected
+    assert judged.rules_out(split)

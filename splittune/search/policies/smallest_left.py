@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splittune.search.arrays import FloatArray
+from splittune.search.arrays import BoolArray, FloatArray
 from splittune.search.candidates.generate import neighbours
 from splittune.search.candidates.table import SplitTable, concatenate, micro_batches, open_rows, singles_table
 from splittune.search.policies.base import Proposal, SearchState
@@ -23,6 +23,8 @@ class SmallestLeft:
     comes first, then the one with the most steps. One step holds one copy of the gradients less, and may fit where no
     accumulation does: then the whole batch is split, after a trial ran with the fewest samples on the devices that
     lacked memory, else evenly first and from then on beneath the shares that failed.
+    A trial that ran rules out none whose tensors would leave the headroom if all that it lacked was in the allocator's
+    free blocks: of larger shares these may be fewer.
     Where splits are too many to list, those listed and those beneath failures may all be ruled out: then what failed
     with some samples moved to another device is tried, until no failure leaves any open.
     """
@@ -55,11 +57,11 @@ class SmallestLeft:
             table = concatenate(table, singles_table(state.space), _beneath_failures(state))
         if state.scores is not None:
             table = concatenate(table, state.scores.table)
-        table = table.where(open_rows(table, state.trials))
-        if not len(table) and not state.tables.is_complete:
+        left = table.where(_is_left(table, state))
+        if not len(left) and not state.tables.is_complete:
             table = concatenate(*(neighbours(t.split, state.space.min_shard_size) for t in state.trials))
-            table = table.where(open_rows(table, state.trials))
-        return table
+            left = table.where(_is_left(table, state))
+        return left
 
     @staticmethod
     def _likeliest(table: SplitTable, state: SearchState) -> SplitTable:
@@ -95,6 +97,16 @@ class SmallestLeft:
             return int(np.abs(table.shards[:, :1] - gpu0).min(axis=1).argmax())
         parts = table.shards / _least_failed(state, 1)
         return int(np.lexsort(((parts**2).sum(axis=1), parts.max(axis=1)))[0])
+
+
+def _is_left(table: SplitTable, state: SearchState) -> BoolArray:
+    """(N,) the rows that were not measured, and that no failure rules out but by free blocks of the allocator."""
+    sure = [trial for trial in state.trials if not trial.lacks_cached]
+    if len(sure) == len(state.trials):
+        return open_rows(table, sure)
+    measured = table.is_any_of([trial.split for trial in state.trials])
+    may_keep = (state.memory.needed(table.steps, table.shards).least <= state.limits).all(axis=1)
+    return open_rows(table, state.trials) | (open_rows(table, sure) & ~measured & may_keep)
 
 
 def _beneath_failures(state: SearchState) -> SplitTable:

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.search import layered
 from splittune.profiling.measurement import Outcome
 from splittune.search import find_best_split
 from splittune.search.candidates.table import can_be_listed
+from splittune.search.judged_trials import JudgedTrial
 from splittune.search.policies.proposer import Proposer
 from splittune.search.policies.smallest_left import SmallestLeft
 from tests.search.policies.story import search, state_after
@@ -131,3 +133,32 @@ def test_what_likely_fits_by_what_a_trial_held_comes_first() -> None:
     assert first.outcome is Outcome.NO_HEADROOM
     assert first.split.shard_sizes == (1, 2, 1, 1, 1, 1, 1)
     assert second.outcome is Outcome.OK
+
+
+def test_free_blocks_of_the_allocator_rule_nothing_out() -> None:
+    """The smallest even split kept none of the 2 GiB demanded, though 15 of what GPU 0 reserved were free blocks: of
+    the 39 splits one other fits, with more samples on the replicas. It is found; if all that was reserved had been
+    alive, nothing larger would be tried beside the whole batch at once.
+    """
+    problem = layered.draw(1110048)
+    space, demands = problem.space(), problem.min_headroom_bytes
+    proposer = Proposer(space, demands)
+    first = proposer.propose([])
+    assert first is not None
+    ran = JudgedTrial.of(problem.measure(first.split), demands)
+    assert ran.ran
+    assert ran.lacks_cached
+    following = proposer.propose([ran])
+    assert following is not None
+    assert ran.rules_out(following.split)
+    found = find_best_split(
+        space, problem.measure, min_headroom_bytes=demands, max_trials=8, confirm=problem.confirm, seed=problem.seed
+    )
+    assert problem.fits(found.best.split)
+
+    full = [replace(memory, peak_allocated_bytes=memory.peak_reserved_bytes) for memory in ran.measurement.memory]
+    alive = JudgedTrial.of(replace(ran.measurement, memory=tuple(full)), demands)
+    assert not alive.lacks_cached
+    other = Proposer(space, demands).propose([alive])
+    assert other is not None
+    assert other.kind == "whole batch"
