@@ -82,7 +82,8 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("how much of a peak that is", MemoryReadings, "saved_part", lambda *_: 0.0),
     ("what replicas tell of GPU 0", memory, "larger_on_gpu0", lambda *_, **_kind: []),
     ("the least by chords", Envelope, "least", Envelope.sure),
-    ("peaks that go on as they grew", Trend, "through", lambda _: None),
+    ("peaks that go on as they grew", Trend, "through", lambda *_: None),
+    ("outputs on GPU 0 told by one size", Trend, "_of_outputs", lambda *_: None),
     ("no baseline that is slower", baseline, "_log_s", lambda table, _: table.steps),
     ("small risks first", UpperConfidenceBound, "_next", lambda _self, _state, _, worth: int(worth.argmax())),
 )

@@ -125,9 +125,12 @@ class Envelope:
         is_enough = (self.at_most.sizes >= sizes[:, None]).all(axis=2)
         return np.asarray(np.minimum(highest, np.where(is_enough, self.at_most.num_bytes, np.inf).min(axis=1)))
 
-    def sure(self, sizes: FloatArray) -> FloatArray:
-        """(N,) the least of what grows, from rest or from a jump, for `sizes` (N, 2); no more than `most`."""
-        grown = np.maximum(self.rest + sizes @ self.least_slopes, self._beyond_jump(sizes))
+    def sure(self, sizes: FloatArray, more_rests: FloatArray | float = 0.0) -> FloatArray:
+        """(N,) the least of what grows, from rest or from a jump, for `sizes` (N, 2); no more than `most`.
+
+        `more_rests`, (N,), is what rests beyond `rest` there.
+        """
+        grown = np.maximum(self.rest + more_rests + sizes @ self.least_slopes, self._beyond_jump(sizes))
         return np.asarray(np.minimum(grown, self.most(sizes)))
 
     def _beyond_jump(self, sizes: FloatArray) -> FloatArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 
 import numpy as np
 
@@ -99,8 +100,8 @@ class MemoryModel:
         """
         self._envelopes: dict[tuple[int, bool], Envelope] = {}
         """By device, and whether steps accumulate."""
-        self._least_parts: dict[tuple[int, bool], float] = {}
-        """As `_envelopes`: see `Interval.least_part`."""
+        self._least_parts: dict[tuple[int, bool, bool], float] = {}
+        """As `_envelopes`, with a share or without: see `Interval.least_part`."""
         self.observe(trials)
 
     def observe(self, trials: Iterable[JudgedTrial]) -> None:
@@ -144,15 +145,14 @@ class MemoryModel:
     def needed(self, steps: FloatArray, shards: FloatArray, micro_batches: FloatArray | None = None) -> Interval:
         """The peaks of N splits: `steps` (N,), `shards` (N, n), `micro_batches` (N,) or sums."""
         sizes = shards.sum(axis=1) if micro_batches is None else micro_batches
-        names = [field.name for field in fields(Interval)]
-        told = np.zeros((len(names), *shards.shape))
+        told = np.zeros((len(fields(Interval)), *shards.shape))
         for accumulates in (False, True) if self._readings.runs else ():
             chosen = (steps > 1) == accumulates
             for device in range(self._n) if chosen.any() else ():
                 asked = np.column_stack([shards[chosen, device], sizes[chosen] if device == 0 else 0 * sizes[chosen]])
                 different, places = np.unique(asked, axis=0, return_inverse=True)
                 told[:, chosen, device] = self._needed_by(device, different, accumulates)[:, places.ravel()]
-        return Interval(**dict(zip(names, told, strict=True)))
+        return Interval(**{field.name: rows for field, rows in zip(fields(Interval), told, strict=True)})
 
     def _needed_by_one(self, split: BatchSplit) -> Interval:
         """The peaks of one split, in one row."""
@@ -166,7 +166,8 @@ class MemoryModel:
         most = held + self.margin * unseen
         flushed = np.minimum(most, after_flush + self.margin * unseen) if self._hands_back else most
         least_update, _ = self._readings.update_bytes(device, sizes)
-        sure, least = envelope.sure(sizes), np.maximum(envelope.least(sizes), least_update)
+        sure = envelope.sure(sizes, self._readings.untold_at(device, sizes))
+        least = np.maximum(envelope.least(sizes), least_update)
         is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
         # somewhere beyond what ran it jumped, and nothing tells where
         if any(jump.device in self._readings.alike(device) for jump in self._jumps):
@@ -177,8 +178,8 @@ class MemoryModel:
         least, most, flushed = (np.maximum(bound, too_little + 1.0) for bound in (least, most, flushed))
         each = np.ones(len(sizes))
         surprise = (FIRST_SURPRISES + self._num_surprises) / (FIRST_TRIALS + len(self.errors)) * each
-        least_part = self._least_parts.get((device, accumulates), LEAST_PART) * each
-        idle = (sizes[:, 0] == 0) & (device > 0)
+        parts = [self._least_parts.get((device, accumulates, has_share), LEAST_PART) for has_share in (True, False)]
+        least_part = np.where(sizes[:, 0] > 0, *parts)
         trend_least, trend_most, holds = self._trend(device, sizes, accumulates)
         # a line counts by how much less it leaves open than the bounds do
         left_open = np.clip((trend_most - trend_least) / np.maximum(held - sure, 1.0), 0.0, 1.0)
@@ -189,7 +190,7 @@ class MemoryModel:
         steady = np.where(is_as_much, 1.0, overhead.steady)
         bounds = [sure, least, held, adds, steady, most, flushed]
         told = np.stack([*bounds, surprise, least_part, trend_least, trend_most, goes_on, jump])
-        return np.where(idle, 0.0, told)
+        return np.where((sizes[:, 0] == 0) & (device > 0), 0.0, told)
 
     def _jump(self, device: int, shares: FloatArray) -> FloatArray:
         """(N,) what such shares took at least beyond what was foretold, on a card as large; 0 where none jumped.
@@ -272,16 +273,17 @@ class MemoryModel:
             likest = next((other for other in known if readings.is_as_large(other, device)), known[0])
             for accumulates in (False, True):
                 self._envelopes.setdefault((device, accumulates), self._envelopes[likest, accumulates])
-        self._least_parts = {(i, kind): self._least_part(i, kind) for i in range(self._n) for kind in (False, True)}
+        self._least_parts = {of: self._least_part(*of) for of in product(range(self._n), (False, True), (False, True))}
 
     def _fit_trends(self) -> None:
         """A line through the largest peaks of each device, or of those alike, for each kind of step."""
         readings = self._readings
         self._trends: dict[tuple[int, bool], Trend | None] = {}
         for group in [(0,), *readings.same_memory_groups()]:
-            own = [reading for device in group for reading in readings.readings(device)]
             for kind in (False, True):
-                trend = Trend.through([reading for reading in own if reading.accumulates == kind])
+                replicas = readings.of_kind(range(1, self._n), kind)
+                own, kept_bytes = readings.of_kind(group, kind), readings.untold_bytes(group)
+                trend = Trend.through(own, replicas, readings.gradient_bytes(range(self._n)), kept_bytes)
                 self._trends |= {(device, kind): trend for device in group}
         for device, kind in self._trends:
             ran_out = np.array(readings.oom_sizes(device, kind), dtype=float).reshape(-1, 2)
@@ -320,13 +322,13 @@ class MemoryModel:
                 at_most += [(0.0, 0.0, without_samples)]
         return Envelope.through(Points.of(at_most), Points.of(at_least), rest, least, most, knows_rest=knows_rest)
 
-    def _least_part(self, device: int, accumulates: bool) -> float:
+    def _least_part(self, device: int, accumulates: bool, has_share: bool) -> float:
         """The part of what is not known that the device takes at least: by what fills it, and by its failures.
 
-        Worked: of a peak 90 % are what the forward left: ``0.35 x 0.9^2``, so 28 %.
+        What ran out with a share does not tell of none. Worked: of a peak 90 % were left: ``0.35 x 0.9^2``, so 28 %.
         """
         parts = [LEAST_PART, MOST_PART * self._readings.saved_part(self._readings.alike(device)) ** 2]
-        for size in self._readings.oom_sizes(device, accumulates):
+        for size in self._readings.oom_sizes(device, accumulates, even_with_share=has_share):
             sure, _, foretold, *_ = self._needed_by(device, np.array([size]), accumulates)[:, 0]
             parts.append((float(self.budget_bytes[device]) - sure) / max(foretold - sure, 1.0))
         return min(max(parts), 1.0)

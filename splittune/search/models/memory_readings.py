@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,6 +94,10 @@ class MemoryReadings:
             self._readings[key] = self._read(device)
         return self._readings[key]
 
+    def of_kind(self, devices: Iterable[int], accumulates: bool) -> list[Reading]:
+        """Every peak on these devices in that kind of step."""
+        return [one for device in devices for one in self.readings(device) if one.accumulates == accumulates]
+
     def _read(self, device: int) -> list[Reading]:
         readings, kept_bytes, untold_bytes = [], self._kept_bytes(device), int(self.untold_bytes([device]))
         for run in self.runs:
@@ -134,25 +138,34 @@ class MemoryReadings:
                     grown.append(risen / (many - few))
         return max(grown)
 
-    def untold_bytes(self, devices: Sequence[int], *, least_runs: int = 2) -> float:
+    def untold_bytes(self, devices: Sequence[int]) -> float:
         """The most that a loop may keep on GPU 0 of the batch before, while trials of a single size do not tell it.
 
         So it is 0 once sizes differ, see `_kept_bytes`, and of other devices. All that rests beside parameters and
         gradients may be outputs, or the optimizer's state. These are as large as one another, and all that rests on a
-        replica. Worked: 40 bytes rest, 16 on a replica, and a step that accumulates holds 10 more than one that does
-        not: up to ``40 - 2 x 10 = 20``. It is 0 of fewer than `least_runs`, too: after a first trial twice the growth
-        is held possible anyway, as long as there is any.
+        replica. And until an output replaced the one before, both were there: it is no more than was gone when backward
+        began. Worked: 40 bytes rest, 16 on a replica, and a step that accumulates holds 10 more than one that does
+        not: up to ``40 - 2 x 10 = 20``, or 15 if the peak was that much above what backward began with.
         """
         sizes = [run.split.micro_batch_size for run in self.runs]
-        if 0 not in devices or len(sizes) < least_runs or len(set(sizes)) > 1:
+        if 0 not in devices or len(set(sizes)) > 1:
             return 0.0
         gradients = self.gradient_bytes([0])
-        rests = [
-            [memory.resting_bytes or 0 for memory in run.memory]
+        most = [
+            min(gpu0 - max(2 * gradients, *replicas, 0), first.batch_peak_bytes - (first.before_backward_bytes or 0))
             for run in self.runs
-            if run.split.accumulation_steps > 1 and run.memory[0].resting_bytes is not None
+            for first, (gpu0, *replicas) in [(run.memory[0], [memory.resting_bytes or 0 for memory in run.memory])]
+            if run.split.accumulation_steps > 1 and first.resting_bytes is not None
         ]
-        return min((max(0.0, gpu0 - max(2 * gradients, *replicas, 0)) for gpu0, *replicas in rests), default=0.0)
+        return max(0.0, min(most, default=0.0))
+
+    def untold_at(self, device: int, sizes: FloatArray) -> FloatArray | float:
+        """(N,) what may be kept, `untold_bytes`, and rests at `sizes`, (N, 2), no smaller than those that ran; else 0.
+
+        Of more samples no less is kept.
+        """
+        most = max(run.split.micro_batch_size for run in self.runs)
+        return np.where(sizes[:, 1] >= most, self.untold_bytes([device]), 0.0)
 
     def knows(self, devices: Sequence[int], accumulates: bool) -> bool:
         """Whether a peak of that kind of step was read on one of `devices`."""
@@ -263,12 +276,13 @@ class MemoryReadings:
         ]
         return min(rests, default=np.inf)
 
-    def oom_sizes(self, device: int, accumulates: bool) -> list[Size]:
-        """The size of each trial of that kind in which the device lacked memory."""
+    def oom_sizes(self, device: int, accumulates: bool, *, even_with_share: bool = True) -> list[Size]:
+        """The size of each trial of that kind in which the device lacked memory, with a share or without."""
         return [
             size_of(device, trial.split)
             for trial in self.failures
             if device in trial.oom_devices and (trial.split.accumulation_steps > 1) <= accumulates
+            if even_with_share or not trial.split.shard_sizes[device]
         ]
 
     def too_little_bytes(self, device: int, sizes: FloatArray, *, accumulates: bool) -> FloatArray:

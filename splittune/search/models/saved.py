@@ -51,10 +51,10 @@ def saved_slopes(readings: MemoryReadings, replicas: Sequence[int]) -> tuple[Slo
     most = max(least, most)
     left = [saved * (1 + REPEATABILITY) - least * share for share, _, saved, _ in points]
     copied = max(0.0, min([copied, *left]))
-    least_output, most_output, untold = 0.0, np.inf, readings.untold_bytes([0], least_runs=1)
+    least_output, most_output, untold = 0.0, np.inf, readings.untold_bytes([0])
     for share, size, saved, rest in readings.saved([0]):
         own = most * share if share else 0.0
-        beside = min(copied, COPIED_PART * rest) + own
+        beside = min(copied, COPIED_PART * (rest + untold)) + own
         least_output = max(least_output, (saved * (1 - REPEATABILITY) - beside) / size)
         most_output = min(most_output, ((saved + untold) * (1 + REPEATABILITY) - least * share) / size)
     return Slopes(least, least_output), Slopes(most, max(most_output, least_output))

@@ -24,6 +24,11 @@ ASSUMED = float(np.log(2))
 # And so much where peaks of one size alone were read, and what the forward left says how they grow. A choice: of 1.5, 3
 # and 6 times `ASSUMED` 3 foretold best which splits run.
 ASSUMED_OF_ONE = 3 * ASSUMED
+# On GPU 0 without a share what is above rest is of gradients if it is as large as they are, or twice, to this part. A
+# choice: on real models it was to 6 %. Larger, and outputs that are as large by chance are taken to be none.
+NEAR = 0.1
+# Up to this part is nothing: of what a share takes, on top for outputs; of these, what the forward left. A choice.
+NOTHING = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,17 @@ class Trend:
     A single size draws no line, but what the forward left grows in proportion, and of what else is above rest something
     between none and all. Worked: of 10 GiB with 2 samples 4 rest, and the forward left 5. With 4 samples it is
     ``10 + 5`` to ``10 + 6``.
+
+    GPU 0 holds outputs beside, and sums gradients. A replica with as many samples tells what these take. What is above
+    that, less than gradients are or more than twice as much, and of which the forward left nothing, since an output
+    replaced the one before, is all of outputs: it grows in proportion to the micro-batch, and so do those kept of the
+    batch before, at most half of it, as the loss makes something as large of an output. Worked: gradients take 1 GiB,
+    and of 10 with 2 of 4 samples 2 rest, of which 1 may be kept. A replica took 5 with 2, so 3 are of outputs, and 2 of
+    8 samples take ``10 + 3 + 1``.
+
+    Without a share, what is as large as gradients, or with those that arrive twice, to `NEAR`, grows by the excess
+    alone, until what the forward left does by more. Worked: had it taken 1.1 above rest, of which the forward left
+    none, twice as many samples would take 1.2.
     """
 
     corners: FloatArray
@@ -53,14 +69,25 @@ class Trend:
     """Whether it tells of larger sizes alone: what one size took may be what takes as much without samples."""
 
     @classmethod
-    def through(cls, readings: Sequence[Reading]) -> Trend | None:
-        """Through as many of the largest peaks as lie on one line; None of fewer than two, unless one size tells."""
+    def through(
+        cls,
+        readings: Sequence[Reading],
+        replicas: Sequence[Reading] = (),
+        gradient_bytes: float = np.inf,
+        kept_bytes: float = 0.0,
+    ) -> Trend | None:
+        """Through as many of the largest peaks as lie on one line; None of fewer than two, unless one size tells.
+
+        Gradients take `gradient_bytes`. Of what GPU 0 rests on, up to `kept_bytes` may be outputs of the batch before,
+        which its readings leave out.
+        """
         peaks: dict[tuple[float, float], list[int]] = {}
         for reading in readings:
             peaks.setdefault(reading.size, []).append(reading.peak_bytes)
         order = sorted(peaks, key=lambda size: (-max(peaks[size]), -size[1], -size[0]))
         if len(order) == 1:
-            return cls._through_one(readings)
+            largest = max(readings, key=lambda one: one.peak_bytes)
+            return cls._of_outputs(largest, replicas, gradient_bytes, kept_bytes) or cls._through_one(readings)
         sizes = np.array(order, dtype=float).reshape(-1, 2)
         most = np.array([min(peaks[size]) for size in order], dtype=float)
         least = np.array([max(peaks[size]) for size in order], dtype=float)
@@ -96,6 +123,32 @@ class Trend:
                 return cls(np.array(lines), np.array(one.size), np.full(2, ASSUMED_OF_ONE), True)
         return None
 
+    @classmethod
+    def _of_outputs(
+        cls, reading: Reading, replicas: Sequence[Reading], gradient_bytes: float, kept_bytes: float
+    ) -> Trend | None:
+        """On GPU 0, where steps accumulate; None where nothing tells outputs apart."""
+        (share, size), peak, left = reading.size, reading.peak_bytes, reading.saved_bytes
+        own = _of_share(share, replicas)
+        is_told = reading.accumulates and reading.resting_bytes is not None and np.isfinite(gradient_bytes)
+        if not size or not is_told or left is None or own is None:
+            return None
+        of_share, left_of_share = own
+        rest = (reading.resting_bytes or 0) + kept_bytes
+        grown, left_of_outputs = max(peak - rest - of_share, 1.0), left - left_of_share
+        num_gradients = round(grown / max(gradient_bytes, 1.0))
+        excess = grown - num_gradients * gradient_bytes
+        lines = []
+        if share == 0 and num_gradients in (1, 2) and abs(excess) <= NEAR * grown:
+            lines = [(peak, max(excess, 0.0)), (rest + left, left)]
+        elif left_of_outputs <= NOTHING * grown and not gradient_bytes <= grown < 2 * gradient_bytes:
+            lines = [(peak, grown + min(kept_bytes, grown / 2))]
+        if grown <= NOTHING * of_share or not lines:
+            return None
+        of_sample = of_share / max(share, 1.0)
+        corners = [(at_size - outputs - of_share, of_sample, outputs / size) for at_size, outputs in lines]
+        return cls(np.array(corners), np.array(reading.size), np.full(2, ASSUMED_OF_ONE), only_beyond=True)
+
     def between(self, sizes: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(N,) the least and the most bytes on the line, for `sizes`, (N, 2)."""
         on_lines = np.column_stack([np.ones(len(sizes)), sizes]) @ self.corners.T
@@ -107,6 +160,16 @@ class Trend:
         asked = np.where((sizes > 0) & (self.largest == 0), np.inf, np.maximum(asked, 0.0))
         is_no_larger = (asked == 0).all(axis=1)
         return np.where(is_no_larger & self.only_beyond, 0.0, (self.seen / (self.seen + asked)).min(axis=1))
+
+
+def _of_share(share: float, replicas: Sequence[Reading]) -> tuple[float, float] | None:
+    """What a replica held above rest with such a share at most, and its forward left; None where none tells."""
+    told = [
+        (one.peak_bytes - one.resting_bytes, one.saved_bytes)
+        for one in replicas
+        if one.size[0] == share and one.resting_bytes is not None and one.saved_bytes is not None
+    ]
+    return max(told, default=None if share else (0.0, 0.0))
 
 
 def _lines_through(sizes: FloatArray, at_most: FloatArray, at_least: FloatArray) -> tuple[int, FloatArray]:

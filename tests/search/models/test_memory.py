@@ -254,10 +254,16 @@ def test_without_earlier_gradients_half_as_much_may_rest() -> None:
 
 
 def keeping(problem: Problem, one: BatchSplit, kept_bytes: int) -> JudgedTrial:
-    """A trial whose loop keeps so many bytes of each sample's output on GPU 0 until the next forward is over."""
+    """A trial whose loop keeps so many bytes of each sample's output on GPU 0 until the next forward is over; then both
+    were there, and one is gone before backward begins."""
     gpu0, *replicas = problem.measure(one).memory
     assert gpu0.resting_bytes is not None
-    kept = replace(gpu0, resting_bytes=gpu0.resting_bytes + kept_bytes * one.micro_batch_size)
+    num_bytes = kept_bytes * one.micro_batch_size
+    kept = replace(
+        gpu0,
+        resting_bytes=gpu0.resting_bytes + num_bytes,
+        before_backward_bytes=gpu0.batch_peak_bytes - num_bytes,
+    )
     return JudgedTrial(measurement=replace(problem.measure(one), memory=(kept, *replicas)))
 
 
@@ -301,3 +307,16 @@ def test_a_replica_that_never_had_a_share_is_taken_to_be_like_gpu0() -> None:
     told = interval(model, split(B, 8, 0, 8), split(B, 8, 8, 0))
     assert (told.foretold[0, 1] >= truth_of(problem, [split(B, 8, 0, 8)])[0, 1]).all()
     assert told.foretold[0, 1] <= told.foretold[1, 0] * 1.01
+
+
+def test_what_ran_out_with_a_share_tells_nothing_of_none() -> None:
+    """GPU 0 ran without a sample, and with one out of memory. With one of 4 it likely does, too; of 4 outputs that
+    tells nothing."""
+    problem = job([card_memory(is_first=True, sample=150, output=5, total=340), card_memory(sample=150)], B=B)
+    ran, failed = trial(problem, split(B, 64, 0, 1)), trial(problem, split(B, 32, 1, 1))
+    assert ran.ran
+    assert failed.oom_devices == {0}
+    asked = split(B, 16, 0, 4), split(B, 16, 1, 3)
+    before, after = (interval(MemoryModel(told, 2), *asked).least_part[:, 0] for told in ([ran], [ran, failed]))
+    assert after[0] == before[0] == before[1]
+    assert after[1] > 2 * before[1]

@@ -168,18 +168,22 @@ def test_what_rests_is_less_without_earlier_gradients() -> None:
 
 def test_what_rests_of_a_batch_that_was_is_none_of_the_job() -> None:
     """The loop keeps an output of 1 MiB a sample while the next forward runs: beside it 60 MiB rest, and 40 of these in
-    a single step, whose 32 samples left 72. Two trials of one size do not tell that, so all beside 20 of parameters and
-    20 of gradients may be outputs.
+    a single step, whose 32 samples left 72. Trials of one size do not tell that, so all beside 20 of parameters and 20
+    of gradients may be outputs: with as many samples or more it rests all the same.
     """
     few, more = (
         ran(even(B, steps, 2), memory(0, 200, resting_bytes=60 + num_kept, single_step_peak_bytes=180), 100)
         for steps, num_kept in ((16, 2), (4, 8))
     )
     whole = ran(even(B, 1, 2), memory(0, 300, resting_bytes=72), 100)
-    assert [peaks(few).points((0,), kind)[2] for kind in (True, False)] == [62 * MIB, 42 * MIB]
-    twice = peaks(few, few)
-    assert [twice.points((0,), kind)[2] for kind in (True, False)] == [40 * MIB, 20 * MIB]
-    assert [twice.untold_bytes([0]), twice.untold_bytes([1]), peaks(few, more).untold_bytes([0])] == [22 * MIB, 0, 0]
+    for alike in (peaks(few), peaks(few, few)):
+        assert [alike.points((0,), kind)[2] for kind in (True, False)] == [40 * MIB, 20 * MIB]
+        assert [alike.untold_bytes([device]) for device in (0, 1)] == [22 * MIB, 0]
+        assert (alike.untold_at(0, np.array([[0.0, 1.0], [0.0, 2.0], [1.0, 3.0]])) == [0, 22 * MIB, 22 * MIB]).all()
+    assert peaks(few, more).untold_bytes([0]) == 0
+    # both outputs were there until one was gone: no more than the 15 that were when backward began
+    begun = replace(few.memory[0], before_backward_bytes=185 * MIB)
+    assert peaks(replace(few, memory=(begun, few.memory[1]))).untold_bytes([0]) == 15 * MIB
     for runs in ((few, more, whole), (few, whole)):
         told = [peaks(*runs).points((0,), kind)[2] for kind in (True, False)]
         assert told == pytest.approx([60 * MIB, 40 * MIB], rel=4 * REPEATABILITY)

@@ -62,6 +62,65 @@ def test_of_one_size_what_the_forward_left_goes_on() -> None:
     assert most / MIB == pytest.approx([16 * 1024] * 3)
 
 
+@pytest.mark.parametrize(
+    ("grown", "left", "kept", "with_two"),
+    [
+        (3000, 0, 0, 6000),  # more than gradients take, and an output was replaced: all of outputs
+        (3000, 0, 1000, 7000),  # so were those kept before, ...
+        (3000, 0, 9000, 7500),  # ... which are at most half of it
+        (500, 400, 0, None),  # less than gradients take, but outputs were left: as `saved_bytes` says
+        (500, 0, 0, 1000),
+        (1050, 0, 9000, 1100),  # as much as gradients take, and twice as much: the excess alone grows
+        (2100, 0, 0, 2200),
+        (1000, 900, 0, 1800),  # the forward's end takes over
+        (1500, 0, 0, None),  # one or the other
+    ],
+)
+def test_without_a_share_gradients_and_outputs_are_told_apart(
+    grown: int, left: int, kept: int, with_two: int | None
+) -> None:
+    """On GPU 0, which sums 1,000 MiB of gradients: at most so much above rest with 2 samples, after 1 took `grown`."""
+    one = replace(reading(0, 1, 200 + kept + grown), resting_bytes=200 * MIB, saved_bytes=left * MIB)
+    trend = Trend.through([one], [], 1000 * MIB, kept * MIB)
+    assert trend is not None
+    most = float(trend.between(sizes((0, 2)))[1][0]) / MIB - 200 - kept
+    untold = Trend.through([one])
+    assert untold is not None
+    as_left = float(untold.between(sizes((0, 2)))[1][0]) / MIB - 200 - kept
+    assert most == pytest.approx(as_left if with_two is None else with_two)
+    # of shares it says nothing
+    assert trend.chance(sizes((0, 2), (1, 2))).tolist() == [0.75, 0]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 9])
+def test_with_a_share_a_replica_tells_what_is_of_outputs(kept: int) -> None:
+    """The worked example: 10 GiB with 2 of 4 samples, 3 of them of outputs; and 2.5 more for each further sample, as on
+    the replica, of whose 5 the forward left 4."""
+    gib = 1024 * MIB
+    gpu0 = replace(reading(2, 4, 10 * 1024), resting_bytes=(2 - min(kept, 2)) * gib, saved_bytes=4 * gib)
+    replica = replace(reading(2, 0, 6 * 1024), resting_bytes=1 * gib, saved_bytes=4 * gib)
+    trend = Trend.through([gpu0], [replica], gib, min(kept, 2) * gib)
+    assert trend is not None
+    grows = 3 + min(kept, 1.5)
+    most = trend.between(sizes((2, 4), (2, 8), (4, 4)))[1] / gib
+    assert most == pytest.approx([10, 10 + grows, 15])
+    for other in ([], [replace(replica, size=(3.0, 0.0))], [replace(replica, saved_bytes=3 * gib)]):
+        untold, as_left = Trend.through([gpu0], other, gib, 0.0), Trend.through([gpu0])
+        assert untold is not None
+        assert as_left is not None
+        assert (untold.corners == as_left.corners).all()
+
+
+@pytest.mark.parametrize("change", [{"size": (1.0, 1.0)}, {"accumulates": False}])
+def test_where_no_replica_had_as_much_nothing_tells_them_apart(change: dict[str, object]) -> None:
+    """Nor does a single step, which holds no gradients of earlier ones."""
+    one = replace(reading(0, 1, 3200), resting_bytes=200 * MIB, saved_bytes=0, **change)  # type: ignore[arg-type]
+    told, untold = Trend.through([one], [], 1000 * MIB, 1000 * MIB), Trend.through([one])
+    assert told is not None
+    assert untold is not None
+    assert (told.corners == untold.corners).all()
+
+
 def test_of_a_size_that_never_varied_it_says_nothing() -> None:
     """GPU 0 without a share shows what the micro-batch takes, not what a share would."""
     trend = Trend.through([reading(0, m, 800 + 200 * m) for m in (1, 2, 3, 4)])
