@@ -37,7 +37,7 @@ from splittune.search import find_best_split
 from splittune.split import BatchSplit
 
 MAX_TRIALS = 32
-# The last judgement's. From 1,150,000 on no problem was seen while the search was made.
+# Those of the table, the last but one. From 1,150,000 on no problem was seen while the search was made.
 FIRST_SEED = 1_110_000
 GENERATORS: dict[str, Callable[[int], Problem]] = {
     "physics": physics.draw,
