@@ -62,22 +62,19 @@ class _Jump:
 class MemoryModel:
     """Bounds on every device's peak memory, from the trials so far.
 
-    The peak of a device is the highest of its phases, and each phase takes ``F + beta s + omega m``: s
-    is the device's share, m the whole micro-batch (on GPU 0 alone, which gathers outputs). `Envelope`
-    bounds such a peak from what was measured. Steps that accumulate are a case of their own, since
-    gradients are held from one micro-batch to the next. Replicas that held the same at equal shares
-    are one; a sample takes as much on every device, to `TOLERANCE`.
+    The peak of a device is the highest of its phases, and each phase takes ``F + beta s + omega m``: s is the device's
+    share, m the whole micro-batch (on GPU 0 alone, which gathers outputs). `Envelope` bounds such a peak from what was
+    measured. Steps that accumulate are a case of their own, since gradients are held from one micro-batch to the next.
+    Replicas that held the same at equal shares are one; a sample takes as much on every device, to `TOLERANCE`.
 
-    Worked: one trial that holds 6 GiB with 2 samples, 2 GiB of it at rest, bounds 4 samples by
-    proportion: at most ``2 + 2 x (6 - 2) = 10`` GiB, and at least ``4 + 2 x (6 - 4) = 8``, for
-    gradients are no larger than what is at rest.
+    Worked: one trial that holds 6 GiB with 2 samples, 2 GiB of it at rest, bounds 4 samples by proportion: at most
+    ``2 + 2 x (6 - 2) = 10`` GiB, and at least ``4 + 2 x (6 - 4) = 8``, for gradients are no larger than what rests.
 
-    A prediction that a trial exceeded raises `Interval.most` from then on: the growth that no trial
-    has shown counts `margin` times more.
+    A prediction that a trial exceeded raises `Interval.most` from then on: the growth that no trial has shown counts
+    `margin` times more.
 
     Args:
-        trials: what was measured, oldest first. Until one ran, with its memory read, nothing is
-            known to be limited.
+        trials: what was measured, oldest first. Until one ran, with its memory read, nothing is known to be limited.
         num_devices: how many devices there are.
     """
 
@@ -299,7 +296,10 @@ class MemoryModel:
         """
         at_most, at_least, rest = self._readings.points(devices, accumulates)
         for device in devices:
-            sizes = np.array(self._readings.oom_sizes(device, accumulates), dtype=float).reshape(-1, 2)
+            # what jumped did not grow to what it needed
+            jumped = {jump.share for jump in self._jumps if jump.device == device}
+            ran_out = [size for size in self._readings.oom_sizes(device, accumulates) if size[0] not in jumped]
+            sizes = np.array(ran_out, dtype=float).reshape(-1, 2)
             full = np.full(len(sizes), self.budget_bytes[device])
             # it needed more than it had
             adds = self._reserved(device, sizes, full, self._overheads[device, accumulates].most) - full

@@ -330,6 +330,22 @@ def test_just_below_what_ran_out_though_it_was_foretold_to_fit_nothing_is_sure()
         assert (interval(model, *between).most_after_cache_flush[:, 1] > totals[1]).tolist() == [False, True, True]
 
 
+def test_what_ran_out_though_it_surely_was_to_fit_makes_no_sample_larger() -> None:
+    """GPU 1 ran out with 20 samples, with a twentieth left of what is foretold: it jumped, wherever that began. So no
+    other share, on GPU 1 or another, surely takes more than it did before.
+    """
+    problem = job([card_memory(is_first=i == 0, parameters=1000) for i in range(2)], B=128)
+    failed, others = split(128, 4, 12, 20), [split(128, k, 128 // k - s, s) for k in (1, 4) for s in (1, 12, 17, 19)]
+    seen = trials(problem, [split(128, 64 // s, s, s) for s in (2, 4, 8, 16)])
+    full = round(1.05 * interval(MemoryModel(seen, 2), failed).foretold[0, 1])
+    seen = [on_cards_of(one, (24_000, full)) for one in seen]
+    smaller = job([card_memory(is_first=i == 0, parameters=1000, total=24_000 - 22_000 * i) for i in range(2)], B=128)
+    ran_out = on_cards_of(trial(smaller, failed), (24_000, full))
+    assert ran_out.oom_devices == {1}
+    before, after = (interval(MemoryModel(told, 2), *others).sure for told in (seen, [*seen, ran_out]))
+    assert (after <= before).all()
+
+
 def test_what_ran_out_though_it_surely_was_to_fit_may_do_so_on_any_card_as_large() -> None:
     """GPU 1 ran out with 20 samples, with a twentieth left of what is foretold: GPU 0 and GPU 2 may, too, with 20.
 
