@@ -118,6 +118,16 @@ def test_of_one_share_doubt_grows_with_the_distance_of_two_there_is_none() -> No
     assert two.doubt(np.array([1.0, 16.0, 512.0])) == pytest.approx([0, 0, 0])
 
 
+def test_of_two_shares_nothing_tells_a_line_from_one_with_a_knee() -> None:
+    """6 ms for 1 sample and 8 for 13 are a line, on which 7 take 7 ms, or 6 up to a knee at 9.75: half of that is in
+    doubt. Nothing is at and beyond the two, nor where a third share lies between them."""
+    two, three = fitted([1.0, 13.0], [0.006, 0.008]), fitted([1.0, 7.0, 13.0], [0.006, 0.007, 0.008])
+    assert at(two, 7) == pytest.approx([0.007])
+    wanted = np.array([1.0, 7.0, 9.75, 13.0, 99.0])
+    assert two.doubt(wanted) == pytest.approx([0, np.log(7 / 6) / 2, np.log(7.458333 / 6) / 2, 0, 0], abs=1e-6)
+    assert three.doubt(wanted) == pytest.approx(np.zeros(5), abs=1e-9)
+
+
 def test_a_jump_may_be_anywhere_between_two_shares() -> None:
     """From 7 to 63 samples the deviation falls by 0.08: half way it is 0.04 more or less, at a fifth of the way
     ``0.08 x sqrt(0.2 x 0.8)``, and at and beyond what was measured there is no doubt."""
