@@ -73,8 +73,8 @@ def test_where_memory_is_flat_its_strides_are_long() -> None:
 
 def test_it_keeps_away_from_what_failed_on_a_device_that_nobody_names() -> None:
     """8 samples each ran out of memory, on GPU 1 as it seems, for which the models see no reason. After 2 each 7 are
-    not next, as if a message had named it: they likely are too many, too, on any card like it. Nor are 3: what is amiss
-    may have begun with them."""
+    not next, as if a message had named it: they likely are too many, too, on any card like it, unless what is amiss
+    begins with 8, the last of six. Nor are 3: it may have begun with them."""
     problem = job([card_memory(is_first=True), *[card_memory(total=450)] * 2], B=96)
     state = state_after(problem, [even(96, 32, 3), even(96, 16, 3)])
     before = FindBaseline().propose(state)
@@ -92,7 +92,7 @@ def test_it_keeps_away_from_what_failed_on_a_device_that_nobody_names() -> None:
         steps, shards = np.array([11.0, 5.0]), np.array([[3.0, 3.0, 3.0], [7.0, 7.0, 7.0]])
         three, seven = memory.needed(steps, shards).chance_below(state.limits)
         assert 0.8 < three < 0.9
-        assert seven == 0.0
+        assert 0.0 < seven < 1 / 6
 
 
 @pytest.mark.parametrize(
