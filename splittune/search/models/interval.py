@@ -64,9 +64,9 @@ class Interval:
         first is ``0.75 + 0.25 x 0.47 = 0.87``. But what takes `least` takes no less, however peaks grew: of 216 splits
         beyond such a limit none ran.
 
-        What took at least so much beyond what was foretold took twice as much with a chance of a half, and so on:
+        What took at least so much beyond what was foretold took twice as much with a chance of a quarter, and so on:
         where that leaves too little, it counts. Worked: a jump of 1 GiB at least, with 4 GiB left, takes all of it with
-        a chance of a quarter, so what had a chance of 1 has one of 0.75.
+        a chance of a sixteenth, so what had a chance of 1 has one of 0.94.
         """
         within = self.steady * self._is_alive_within(limits - self.overhead)
         for part in (np.arange(DRAWN) + 0.5) / DRAWN:
@@ -78,7 +78,7 @@ class Interval:
         on_trend = np.clip((limits - self.trend_least) / np.maximum(self.trend_most - self.trend_least, 1.0), 0.0, 1.0)
         chances += self.goes_on * (on_trend - chances)
         chances = np.where(limits >= self.most, 1.0, np.where(limits < self.least, 0.0, chances))
-        jumps_over = np.clip(self.jump / np.maximum(limits - self.foretold, 1.0), 0.0, 1.0)
+        jumps_over = np.clip(self.jump / np.maximum(limits - self.foretold, 1.0), 0.0, 1.0) ** 2
         return np.asarray((chances * (1 - jumps_over)).min(axis=1))
 
     def _is_alive_within(self, limits: FloatArray) -> FloatArray:

@@ -99,8 +99,8 @@ def test_a_trend_leads_nowhere_below_the_least(limit: float, has_chance: bool) -
     assert (chance > 0) == [has_chance]
 
 
-@pytest.mark.parametrize(("left", "chance"), [(4, 0.75), (2, 0.5), (1, 0), (0.5, 0)])
-def test_a_jump_takes_twice_as_much_with_a_chance_of_a_half(left: float, chance: float) -> None:
+@pytest.mark.parametrize(("left", "chance"), [(4, 0.9375), (2, 0.75), (1, 0), (0.5, 0)])
+def test_a_jump_takes_twice_as_much_with_a_chance_of_a_quarter(left: float, chance: float) -> None:
     """8 GiB surely, and a jump of 1 GiB at least: what is left beside them has to hold all of it."""
     told = peaks(8, 8, 8, 8, jump=1).chance_below(np.array([(8 + left) * GIB]))
     assert told == pytest.approx([chance])
