@@ -21,7 +21,7 @@ from splittune.search.models.memory_readings import (
     MemoryReadings,
     size_of,
 )
-from splittune.search.models.overhead import QUANTUM_BYTES, AllocatorOverhead, Overhead, overhead_of_outputs
+from splittune.search.models.overhead import QUANTUM_BYTES, AllocatorOverhead, Overhead, OverheadOfOutputs
 from splittune.search.models.saved import MOST_AT_PEAK, Slopes, larger_on_gpu0, saved_slopes
 from splittune.search.models.trend import Trend
 from splittune.split import BatchSplit
@@ -230,12 +230,12 @@ class MemoryModel:
             return np.zeros(len(sizes)), np.zeros(len(sizes)), np.zeros(len(sizes))
         overhead = self._overheads[device, accumulates]
         least, most = np.maximum(trend.between(sizes), self._readings.update_bytes(device, sizes))
-        return least + overhead.least(least), self._reserved(device, sizes, most, overhead.most), trend.chance(sizes)
+        adds = self._of_outputs.at_least(sizes, least, overhead.least(least)) if device == 0 else overhead.least(least)
+        return least + adds, self._reserved(device, sizes, most, overhead.most), trend.chance(sizes)
 
     def _reserved(self, device: int, sizes: FloatArray, live: FloatArray, adds: Overhead) -> FloatArray:
         """(N,) the most reserved bytes where `live`, (N,), are allocated, and, without a share, outputs alone."""
-        outputs = np.where(sizes[:, 0] == 0, self._overhead_of_outputs(live), 0.0) if device == 0 else 0.0
-        return live + np.maximum(adds(live), outputs)
+        return live + (self._of_outputs.at_most(sizes, live, adds(live)) if device == 0 else adds(live))
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class MemoryModel:
             for device in range(self._n)
             for kind in (False, True)
         }
-        self._overhead_of_outputs = overhead_of_outputs(readings.runs)
+        self._of_outputs = OverheadOfOutputs.of(readings.runs)
         self._envelopes, self._least_parts = {}, {}
         self._fit_trends()
         groups = [group for group in readings.same_memory_groups() if readings.readings(group[0])]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement
-from splittune.search.arrays import FloatArray
+from splittune.search.arrays import BoolArray, FloatArray
 from splittune.units import MIB
 
 # Reserved beyond allocated, up to this says nothing of larger sizes; what goes beyond grows with
@@ -54,7 +55,7 @@ class AllocatorOverhead:
         """Over all trials of `devices` with a share in that kind of step.
 
         Gradients that stay leave other gaps than such as come and go; where there was no trial of the kind, the others
-        tell. Without a share GPU 0 holds outputs alone, see `overhead_of_outputs`. Of each excess up to
+        tell. Without a share GPU 0 holds outputs alone, see `OverheadOfOutputs`. Of each excess up to
         `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the allocator hands its free blocks back: then
         the constant is the smallest one seen. Devices that never had a share are told by all others.
         """
@@ -82,20 +83,49 @@ class AllocatorOverhead:
         )
 
 
-def overhead_of_outputs(runs: Sequence[Measurement]) -> Overhead:
-    """The most that was reserved on GPU 0 beyond what it held, by the trials in which it had no share; else nothing.
+@dataclass(frozen=True, slots=True)
+class OverheadOfOutputs:
+    """What is reserved on GPU 0 beyond what it held, by the trials in which it had no share, or nothing.
 
     Then nothing comes and goes but outputs, in large blocks, and what rests leaves no gaps: the ratio is of what is
     beside that. Worked: of 10 GiB alive 2 rest, and 12 are reserved. So of 14 GiB alive 17 are: a quarter of
-    ``14 - 2`` comes on top.
+    ``14 - 2`` comes on top. Up to the `largest` micro-batch of such trials these alone tell; beyond, those with a share
+    may as well.
     """
-    lines = [Overhead(0.0, 0.0)]
-    for memory in (run.memory[0] for run in runs if run.split.gpu0_bsz == 0):
-        live, rest = memory.peak_allocated_bytes, memory.resting_bytes
-        if rest is not None and live > rest:
-            ratio = max(0, memory.peak_reserved_bytes - live - QUANTUM_BYTES) / (live - rest)
-            lines.append(Overhead(-ratio * rest, ratio))
-    return max(lines, key=lambda line: line.ratio)
+
+    least: Overhead
+    most: Overhead
+    """Beside `QUANTUM_BYTES`."""
+    largest: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Measurement]) -> OverheadOfOutputs:
+        """By those of these trials that tell."""
+        ratios, lines, largest = [], [(0.0, Overhead(0.0, 0.0))], 0.0
+        for run in (run for run in runs if run.split.gpu0_bsz == 0):
+            live, rest = run.memory[0].peak_allocated_bytes, run.memory[0].resting_bytes
+            if rest is not None and live > rest:
+                excess = max(0, run.memory[0].peak_reserved_bytes - live)
+                ratio, more = excess / (live - rest), max(0, excess - QUANTUM_BYTES) / (live - rest)
+                ratios.append((ratio, Overhead(-ratio * rest, ratio)))
+                lines.append((more, Overhead(-more * rest, more)))
+                largest = max(largest, float(run.split.micro_batch_size))
+        by_ratio = itemgetter(0)
+        return cls(min(ratios or lines, key=by_ratio)[1], max(lines, key=by_ratio)[1], largest)
+
+    def at_least(self, sizes: FloatArray, live: FloatArray, adds: FloatArray) -> FloatArray:
+        """(N,) the least at `sizes`, (N, 2), of `live` bytes, where trials with a share tell `adds`, each (N,)."""
+        return np.where(self._tells(sizes), self.least(live), adds)
+
+    def at_most(self, sizes: FloatArray, live: FloatArray, adds: FloatArray) -> FloatArray:
+        """(N,) the most, as `at_least`."""
+        outputs = np.maximum(self.most(live), 0.0)
+        either = np.maximum(adds, outputs)
+        without = np.where(self._tells(sizes), np.minimum(outputs + QUANTUM_BYTES, either), either)
+        return np.where(sizes[:, 0] > 0, adds, without)
+
+    def _tells(self, sizes: FloatArray) -> BoolArray:
+        return np.asarray((sizes[:, 0] == 0) & (sizes[:, 1] <= self.largest))
 
 
 def _is_same_part(told: Sequence[DeviceMemory]) -> bool:

@@ -5,7 +5,7 @@ import pytest
 
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
-from splittune.search.models.overhead import QUANTUM_BYTES, STEADY, AllocatorOverhead, overhead_of_outputs
+from splittune.search.models.overhead import QUANTUM_BYTES, STEADY, AllocatorOverhead, OverheadOfOutputs
 from tests.search.models.readings import memory, ran
 from tests.search.problem import MIB, even, split
 
@@ -84,8 +84,8 @@ def test_outputs_leave_gaps_as_large_as_they_are() -> None:
     smaller = ran(split(B, 8, 0, 4), memory(0, 600, resting_bytes=200, peak_reserved_bytes=642), 50)
     with_share, unknown = ran(split(B, 4, 1, 7), gpu0, 90), ran(split(B, 4, 0, 8), memory(0, 1000), 90)
     live = np.array([1000.0, 2000.0]) * MIB
-    assert overhead_of_outputs([smaller, told, with_share])(live) == pytest.approx(np.array([200, 450]) * MIB)
-    assert overhead_of_outputs([with_share, unknown])(live).tolist() == [0, 0]
+    assert OverheadOfOutputs.of([smaller, told, with_share]).most(live) == pytest.approx(np.array([200, 450]) * MIB)
+    assert OverheadOfOutputs.of([with_share, unknown]).most(live).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(("share", "is_handed_back"), [(0, False), (1, True)])
@@ -98,3 +98,13 @@ def test_gaps_between_outputs_are_not_handed_back(share: int, is_handed_back: bo
         np.array([2.0]), np.array([[share, 16.0 - share]])
     )
     assert (told.most_after_cache_flush < told.most)[0, 0] == is_handed_back
+
+
+def test_up_to_what_ran_without_a_share_others_do_not_tell() -> None:
+    """Outputs of 8 samples left 100 MiB of gaps beside 1000: of 4 no more is reserved, whatever those with a share
+    leave; of 16 it may be."""
+    outputs = ran(split(B, 4, 0, 8), memory(0, 1000, peak_reserved_bytes=1100, resting_bytes=0), memory(1, 1000))
+    sizes, live = np.array([[0.0, 4.0], [0.0, 16.0], [2.0, 4.0]]), np.full(3, 1000.0 * MIB)
+    told = OverheadOfOutputs.of([outputs])
+    assert told.at_most(sizes, live, np.full(3, 500.0 * MIB)) == pytest.approx(np.array([100, 500, 500]) * MIB)
+    assert told.at_least(sizes, live, np.full(3, 500.0 * MIB)) == pytest.approx(np.array([100, 500, 500]) * MIB)
