@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter
 
 import numpy as np
 
@@ -101,21 +101,25 @@ class OverheadOfOutputs:
     @classmethod
     def of(cls, runs: Sequence[Measurement]) -> OverheadOfOutputs:
         """By those of these trials that tell."""
-        ratios, lines, largest = [], [(0.0, Overhead(0.0, 0.0))], 0.0
-        for run in (run for run in runs if run.split.gpu0_bsz == 0):
-            live, rest = run.memory[0].peak_allocated_bytes, run.memory[0].resting_bytes
-            if rest is not None and live > rest:
-                excess = max(0, run.memory[0].peak_reserved_bytes - live)
-                ratio, more = excess / (live - rest), max(0, excess - QUANTUM_BYTES) / (live - rest)
-                ratios.append((ratio, Overhead(-ratio * rest, ratio)))
-                lines.append((more, Overhead(-more * rest, more)))
-                largest = max(largest, float(run.split.micro_batch_size))
-        by_ratio = itemgetter(0)
-        return cls(min(ratios or lines, key=by_ratio)[1], max(lines, key=by_ratio)[1], largest)
+        told = [
+            (memory.peak_allocated_bytes, memory.resting_bytes, memory.peak_reserved_bytes, run.split.micro_batch_size)
+            for run in runs
+            if run.split.gpu0_bsz == 0
+            if (memory := run.memory[0]).resting_bytes is not None
+            if memory.peak_allocated_bytes > memory.resting_bytes
+        ]
+        least = [_beside_rest(live, rest or 0, reserved - live) for live, rest, reserved, _ in told]
+        most = [_beside_rest(live, rest or 0, reserved - live - QUANTUM_BYTES) for live, rest, reserved, _ in told]
+        none, by_ratio, sizes = Overhead(0.0, 0.0), attrgetter("ratio"), [size for *_, size in told]
+        return cls(
+            least=min(least, key=by_ratio, default=none),
+            most=max(most, key=by_ratio, default=none),
+            largest=float(max(sizes, default=0)),
+        )
 
     def at_least(self, sizes: FloatArray, live: FloatArray, adds: FloatArray) -> FloatArray:
         """(N,) the least at `sizes`, (N, 2), of `live` bytes, where trials with a share tell `adds`, each (N,)."""
-        return np.where(self._tells(sizes), self.least(live), adds)
+        return np.where(self._tells(sizes), np.maximum(self.least(live), 0.0), adds)
 
     def at_most(self, sizes: FloatArray, live: FloatArray, adds: FloatArray) -> FloatArray:
         """(N,) the most, as `at_least`."""
@@ -126,6 +130,12 @@ class OverheadOfOutputs:
 
     def _tells(self, sizes: FloatArray) -> BoolArray:
         return np.asarray((sizes[:, 0] == 0) & (sizes[:, 1] <= self.largest))
+
+
+def _beside_rest(live: int, rest: int, adds: int) -> Overhead:
+    """The line on which so much comes on top of what is `live`, in proportion to what of it does not rest."""
+    ratio = max(0, adds) / (live - rest)
+    return Overhead(-ratio * rest, ratio)
 
 
 def _is_same_part(told: Sequence[DeviceMemory]) -> bool:
