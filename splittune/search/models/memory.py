@@ -21,7 +21,7 @@ from splittune.search.models.memory_readings import (
     MemoryReadings,
     size_of,
 )
-from splittune.search.models.overhead import QUANTUM_BYTES, AllocatorOverhead, Overhead, OverheadOfOutputs
+from splittune.search.models.overhead import QUANTUM_BYTES, Overheads
 from splittune.search.models.saved import MOST_AT_PEAK, Slopes, larger_on_gpu0, saved_slopes
 from splittune.search.models.trend import Trend
 from splittune.split import BatchSplit
@@ -157,7 +157,7 @@ class MemoryModel:
 
     def _needed_by(self, device: int, sizes: FloatArray, accumulates: bool) -> FloatArray:
         """(13, N) the fields of `Interval` for one device at `sizes`, (N, 2)."""
-        envelope, overhead = self._envelopes[device, accumulates], self._overheads[device, accumulates]
+        envelope = self._envelopes[device, accumulates]
         held, after_flush, unseen = self._held(device, sizes, accumulates)
         adds = held - self._alive(device, sizes, accumulates)
         most = held + self.margin * unseen
@@ -184,7 +184,7 @@ class MemoryModel:
         jump = np.where(is_seen, 0.0, self._jump(device, sizes[:, 0]))
         # what reserved as much with no more samples does so again
         is_as_much = self._readings.seen(device, sizes) >= (1 - TOLERANCE) * held
-        steady = np.where(is_as_much, 1.0, overhead.steady)
+        steady = np.where(is_as_much, 1.0, self._overheads.steady(device, sizes, accumulates=accumulates))
         bounds = [sure, least, held, adds, steady, most, flushed]
         told = np.stack([*bounds, surprise, least_part, trend_least, trend_most, goes_on, jump])
         return np.where((sizes[:, 0] == 0) & (device > 0), 0.0, told)
@@ -208,9 +208,10 @@ class MemoryModel:
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
-        overhead, live = self._overheads[device, accumulates], self._alive(device, sizes, accumulates)
+        live = self._alive(device, sizes, accumulates)
         held, after_flush = (
-            self._reserved(device, sizes, live, adds) for adds in (overhead.most, overhead.after_flush)
+            live + adds(device, sizes, live, accumulates=accumulates)
+            for adds in (self._overheads.most, self._overheads.after_flush)
         )
         unseen = held - self._readings.seen(device, sizes)
         is_seen = self._readings.held_more(device, sizes, accumulates=accumulates)
@@ -228,25 +229,16 @@ class MemoryModel:
         trend = self._trends[device, accumulates]
         if trend is None:
             return np.zeros(len(sizes)), np.zeros(len(sizes)), np.zeros(len(sizes))
-        overhead = self._overheads[device, accumulates]
         least, most = np.maximum(trend.between(sizes), self._readings.update_bytes(device, sizes))
-        adds = self._of_outputs.at_least(sizes, least, overhead.least(least)) if device == 0 else overhead.least(least)
-        return least + adds, self._reserved(device, sizes, most, overhead.most), trend.chance(sizes)
-
-    def _reserved(self, device: int, sizes: FloatArray, live: FloatArray, adds: Overhead) -> FloatArray:
-        """(N,) the most reserved bytes where `live`, (N,), are allocated, and, without a share, outputs alone."""
-        return live + (self._of_outputs.at_most(sizes, live, adds(live)) if device == 0 else adds(live))
+        least += self._overheads.least(device, sizes, least, accumulates=accumulates)
+        most += self._overheads.most(device, sizes, most, accumulates=accumulates)
+        return least, most, trend.chance(sizes)
 
     # --- fitting ---------------------------------------------------------------------------------
 
     def _fit(self) -> None:
         readings = self._readings
-        self._overheads = {
-            (device, kind): AllocatorOverhead.of(readings.runs, readings.alike(device), accumulates=kind)
-            for device in range(self._n)
-            for kind in (False, True)
-        }
-        self._of_outputs = OverheadOfOutputs.of(readings.runs)
+        self._overheads = Overheads(readings.runs, [readings.alike(device) for device in range(self._n)])
         self._envelopes, self._least_parts = {}, {}
         self._fit_trends()
         groups = [group for group in readings.same_memory_groups() if readings.readings(group[0])]
@@ -302,7 +294,7 @@ class MemoryModel:
             sizes = np.array(ran_out, dtype=float).reshape(-1, 2)
             full = np.full(len(sizes), self.budget_bytes[device])
             # it needed more than it had
-            adds = self._reserved(device, sizes, full, self._overheads[device, accumulates].most) - full
+            adds = self._overheads.most(device, sizes, full, accumulates=accumulates)
             at_least += [(*size, live) for size, live in zip(sizes.tolist(), (full - adds + 1.0).tolist(), strict=True)]
         smallest, knows_rest = min(peak for *_, peak in at_most), rest is not None
         least, most = slopes

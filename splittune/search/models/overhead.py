@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -11,6 +11,7 @@ import numpy as np
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement
 from splittune.search.arrays import BoolArray, FloatArray
+from splittune.split import BatchSplit
 from splittune.units import MIB
 
 # Reserved beyond allocated, up to this says nothing of larger sizes; what goes beyond grows with
@@ -51,24 +52,28 @@ class AllocatorOverhead:
     """Probability that it reserves the most of all trials again; see `STEADY`."""
 
     @classmethod
-    def of(cls, runs: Sequence[Measurement], devices: Sequence[int], *, accumulates: bool) -> AllocatorOverhead:
+    def of(
+        cls, runs: Sequence[Measurement], devices: Sequence[int], *, accumulates: bool, gathers: bool
+    ) -> AllocatorOverhead:
         """Over all trials of `devices` with a share in that kind of step.
 
-        Gradients that stay leave other gaps than such as come and go; where there was no trial of the kind, the others
-        tell. Without a share GPU 0 holds outputs alone, see `OverheadOfOutputs`. Of each excess up to
-        `QUANTUM_BYTES` is constant, and the rest a ratio. Running short, the allocator hands its free blocks back: then
-        the constant is the smallest one seen. Devices that never had a share are told by all others.
+        Gradients that stay leave other gaps than such as come and go, and where a device gathers the outputs of others,
+        what these took is free for the backward. Where there was no trial of the kind, the others tell. Without a share
+        GPU 0 holds outputs alone, see `OverheadOfOutputs`. Of each excess up to `QUANTUM_BYTES` is constant, and the
+        rest a ratio. Running short, the allocator hands its free blocks back: then the constant is the smallest one
+        seen. Devices that never had a share are told by all others.
         """
         held = [
             [
-                (run.split.accumulation_steps > 1, memory)
+                (run.split.accumulation_steps > 1, _gathers(i, run.split), memory)
                 for run in runs
                 if run.split.shard_sizes[i] and (memory := run.memory[i]).peak_allocated_bytes
             ]
             for i in range(runs[0].split.num_devices)
         ]
-        own = [pair for i in devices for pair in held[i]] or [pair for one in held for pair in one]
-        of_kind = [memory for kind, memory in own if kind == accumulates] or [memory for _, memory in own]
+        own = [told for i in devices for told in held[i]] or [told for one in held for told in one]
+        own = [told for told in own if told[1] == gathers] or own
+        of_kind = [memory for kind, _, memory in own if kind == accumulates] or [memory for *_, memory in own]
         pairs = [
             (memory.peak_allocated_bytes, max(0, memory.peak_reserved_bytes - memory.peak_allocated_bytes))
             for memory in of_kind
@@ -130,6 +135,57 @@ class OverheadOfOutputs:
 
     def _tells(self, sizes: FloatArray) -> BoolArray:
         return np.asarray((sizes[:, 0] == 0) & (sizes[:, 1] <= self.largest))
+
+
+class Overheads:
+    """What torch's allocator adds on every device, in steps of each kind, by the trials.
+
+    Args:
+        runs: the trials that ran, one at least.
+        alike: of each device those that hold as much at equal shares, itself among them.
+    """
+
+    def __init__(self, runs: Sequence[Measurement], alike: Sequence[Sequence[int]]) -> None:
+        self._told = {
+            (device, accumulates, gathers): AllocatorOverhead.of(
+                runs, devices, accumulates=accumulates, gathers=gathers
+            )
+            for device, devices in enumerate(alike)
+            for accumulates in (False, True)
+            for gathers in (False, True)
+        }
+        self._of_outputs = OverheadOfOutputs.of(runs)
+
+    def least(self, device: int, sizes: FloatArray, live: FloatArray, *, accumulates: bool) -> FloatArray:
+        """(N,) the least bytes on top of what is `live`, (N,), at `sizes`, (N, 2)."""
+        adds = self._by_kind(device, sizes, accumulates, lambda told: told.least(live))
+        return self._of_outputs.at_least(sizes, live, adds) if device == 0 else adds
+
+    def most(self, device: int, sizes: FloatArray, live: FloatArray, *, accumulates: bool) -> FloatArray:
+        """(N,) the most, as `least`."""
+        adds = self._by_kind(device, sizes, accumulates, lambda told: told.most(live))
+        return self._of_outputs.at_most(sizes, live, adds) if device == 0 else adds
+
+    def after_flush(self, device: int, sizes: FloatArray, live: FloatArray, *, accumulates: bool) -> FloatArray:
+        """(N,) the most that is left once the allocator has handed its free blocks back, as `least`."""
+        adds = self._by_kind(device, sizes, accumulates, lambda told: told.after_flush(live))
+        return self._of_outputs.at_most(sizes, live, adds) if device == 0 else adds
+
+    def steady(self, device: int, sizes: FloatArray, *, accumulates: bool) -> FloatArray:
+        """(N,) the probability that it adds the most again, at `sizes`, (N, 2)."""
+        return self._by_kind(device, sizes, accumulates, lambda told: np.full(len(sizes), told.steady))
+
+    def _by_kind(
+        self, device: int, sizes: FloatArray, accumulates: bool, of: Callable[[AllocatorOverhead], FloatArray]
+    ) -> FloatArray:
+        """(N,) by whether the device gathers outputs of others: a share smaller than the micro-batch."""
+        alone, gathering = (of(self._told[device, accumulates, gathers]) for gathers in (False, True))
+        return np.where(sizes[:, 0] < sizes[:, 1], gathering, alone)
+
+
+def _gathers(device: int, split: BatchSplit) -> bool:
+    """Whether outputs of others come to the device: GPU 0 holds all that others computed."""
+    return device == 0 and split.gpu0_bsz < split.micro_batch_size
 
 
 def _beside_rest(live: int, rest: int, adds: int) -> Overhead:

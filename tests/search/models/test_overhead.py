@@ -5,7 +5,7 @@ import pytest
 
 from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models.memory import MemoryModel
-from splittune.search.models.overhead import QUANTUM_BYTES, STEADY, AllocatorOverhead, OverheadOfOutputs
+from splittune.search.models.overhead import QUANTUM_BYTES, STEADY, AllocatorOverhead, OverheadOfOutputs, Overheads
 from tests.search.models.readings import memory, ran
 from tests.search.problem import MIB, even, split
 
@@ -16,8 +16,8 @@ def test_blocks_of_the_allocator_are_a_constant_and_the_rest_a_proportion() -> N
     """Up to a block beyond what is live says nothing of larger sizes, and is handed back when
     short; more grows with them.
     """
-    held = [memory(0, 500, peak_reserved_bytes=572), memory(1, 50, peak_reserved_bytes=54)]
-    overhead = AllocatorOverhead.of([ran(even(B, 4, 2), *held)], range(2), accumulates=True)
+    held = [memory(1, 500, peak_reserved_bytes=572), memory(2, 50, peak_reserved_bytes=54)]
+    overhead = AllocatorOverhead.of([ran(split(B, 4, 0, 4, 4), 0, *held)], (1, 2), accumulates=True, gathers=False)
     live = np.array([1000.0 * MIB])
     assert overhead.most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
     assert overhead.after_flush(live)[0] == pytest.approx(4 * MIB + 0.1 * live[0])
@@ -29,7 +29,7 @@ def test_each_device_has_gaps_of_its_own_allocator() -> None:
     seen = [ran(split(B, 4, 4, 4, 0), *held)]
     live = np.array([2000.0 * MIB])
     for device, ratio in ((0, 0.1), (1, 0.5), (2, 0.5)):
-        most = AllocatorOverhead.of(seen, [device], accumulates=True).most(live)[0]
+        most = AllocatorOverhead.of(seen, [device], accumulates=True, gathers=device == 0).most(live)[0]
         assert most == pytest.approx(QUANTUM_BYTES + ratio * live[0])
 
 
@@ -40,8 +40,20 @@ def test_each_kind_of_step_has_gaps_of_its_own() -> None:
     live = np.array([2000.0 * MIB])
     for trials, ratios in (((accumulates, whole), (0.5, 0.1)), ((accumulates,), (0.1, 0.1)), ((whole,), (0.5, 0.5))):
         for kind, ratio in zip((False, True), ratios, strict=True):
-            most = AllocatorOverhead.of(trials, range(2), accumulates=kind).most(live)[0]
+            most = AllocatorOverhead.of(trials, range(2), accumulates=kind, gathers=False).most(live)[0]
             assert most == pytest.approx(QUANTUM_BYTES + ratio * live[0])
+
+
+def test_where_gpu0_gathers_outputs_it_has_gaps_of_its_own() -> None:
+    """Alone GPU 0 left gaps of a fifth, beside outputs of others none: with more of both it leaves none, and alone a
+    fifth again. Before it was seen alone as well, what was seen tells of both.
+    """
+    gathers = ran(split(B, 4, 4, 4), memory(0, 1000), memory(1, 500))
+    alone = ran(split(B, 4, 8, 0), memory(0, 1000, peak_reserved_bytes=1222), 0)
+    live, sizes = np.full(2, 2000.0 * MIB), np.array([[8.0, 16.0], [16.0, 16.0]])
+    for trials, more in (([gathers, alone], [0, 422]), ([gathers], [0, 0]), ([alone], [422, 422])):
+        told = Overheads(trials, [(0,), (1,)]).most(0, sizes, live, accumulates=True)
+        assert told == pytest.approx(np.array(more) * MIB)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +68,7 @@ def test_gaps_are_steady_where_they_are_as_large_a_part_of_larger_peaks(excess: 
         ran(even(B, 4, 2), memory(0, 50 + live, peak_reserved_bytes=50 + live + more, resting_bytes=50), 0)
         for live, more in zip(larger, excess, strict=False)
     ]
-    assert AllocatorOverhead.of(trials, [0], accumulates=True).steady == steady
+    assert AllocatorOverhead.of(trials, [0], accumulates=True, gathers=True).steady == steady
 
 
 def test_gaps_between_outputs_alone_are_none_of_a_share() -> None:
@@ -65,9 +77,8 @@ def test_gaps_between_outputs_alone_are_none_of_a_share() -> None:
     shares = ran(split(B, 4, 4, 4), *[memory(i, 1000, peak_reserved_bytes=1122, resting_bytes=0) for i in range(2)])
     outputs = ran(split(B, 4, 0, 8), memory(0, 1000, peak_reserved_bytes=1522, resting_bytes=0), memory(1, 1000))
     live = np.array([2000.0 * MIB])
-    assert AllocatorOverhead.of([shares, outputs], [0], accumulates=True).most(live)[0] == pytest.approx(
-        QUANTUM_BYTES + 0.1 * live[0]
-    )
+    own = AllocatorOverhead.of([shares, outputs], [0], accumulates=True, gathers=True)
+    assert own.most(live)[0] == pytest.approx(QUANTUM_BYTES + 0.1 * live[0])
     model = MemoryModel([JudgedTrial.of(one, (0, 0)) for one in (shares, outputs)], 2)
     wanted = [split(B, 4, 4, 4), split(B, 4, 0, 8)]
     told = model.needed(np.full(2, 4.0), np.array([one.shard_sizes for one in wanted], dtype=float))
