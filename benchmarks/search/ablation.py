@@ -35,11 +35,12 @@ from benchmarks.search.problem import Problem, without_optional_readings
 from splittune import SplittuneError, search
 from splittune.search import find_best_split
 from splittune.search.arrays import BoolArray, FloatArray
-from splittune.search.models import busy_times, hypothesis_fit, kinds, memory, weighing
+from splittune.search.models import busy_times, hypothesis_fit, kinds, memory, overhead, weighing
 from splittune.search.models.busy_times import BusyTimes
 from splittune.search.models.calibration import Calibration
 from splittune.search.models.envelope import Envelope
 from splittune.search.models.hypotheses import Hypothesis
+from splittune.search.models.memory import MemoryModel
 from splittune.search.models.memory_readings import MemoryReadings
 from splittune.search.models.step_time import TimeModel
 from splittune.search.models.trend import Trend
@@ -84,6 +85,8 @@ PARTS: tuple[tuple[str, Any, str, Any], ...] = (
     ("the least by chords", Envelope, "least", Envelope.sure),
     ("peaks that go on as they grew", Trend, "through", lambda *_: None),
     ("outputs on GPU 0 told by one size", Trend, "_of_outputs", lambda *_: None),
+    ("gaps of an allocator beside gathered outputs", overhead, "_gathers", lambda *_: False),
+    ("jumps that more trials explain", MemoryModel, "_explain_jumps", lambda _: None),
     ("no baseline that is slower", baseline, "_log_s", lambda table, _: table.steps),
     ("small risks first", UpperConfidenceBound, "_next", lambda _self, _state, _, worth: int(worth.argmax())),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import product
 
 import numpy as np
@@ -15,6 +15,7 @@ from splittune.search.judged_trials import JudgedTrial
 from splittune.search.models import POOR_FIT
 from splittune.search.models.envelope import Envelope, Points, begins_above, steepest_from
 from splittune.search.models.interval import SLACK, Interval
+from splittune.search.models.jumps import Jump, taken_by_jumps
 from splittune.search.models.memory_readings import (
     REPEATABILITY,
     RESTING_FRACTION,
@@ -49,16 +50,6 @@ MOST_PART = 0.35
 FULL_ENOUGH = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class _Jump:
-    """A device ran out of memory with a share with which it was foretold to fit."""
-
-    device: int
-    share: int
-    least_bytes: float
-    """It took so much more than was foretold, if it was to fit with the margin, too; else 0: that was a risk."""
-
-
 class MemoryModel:
     """Bounds on every device's peak memory, from the trials so far.
 
@@ -83,7 +74,7 @@ class MemoryModel:
         self._readings = MemoryReadings(num_devices)
         self.margin = MOST_MARGIN
         """How many times the growth that no trial has shown is added to `Interval.most`."""
-        self._jumps: list[_Jump] = []
+        self._jumps: list[Jump] = []
         self._hands_back = True
         """Whether no device has run out of memory that its allocator was to have handed back: in pieces it cannot."""
         self._num_surprises = 0
@@ -113,6 +104,8 @@ class MemoryModel:
                 self._readings.failures.append(trial)
             if self._readings.runs:
                 self._fit()
+            if trial.measurement.throughput is not None:
+                self._explain_jumps()
 
     @property
     def budget_bytes(self) -> FloatArray:
@@ -181,30 +174,13 @@ class MemoryModel:
         # a line counts by how much less it leaves open than the bounds do
         left_open = np.clip((trend_most - trend_least) / np.maximum(held - sure, 1.0), 0.0, 1.0)
         goes_on = holds * (1 - left_open)
-        jump = np.where(is_seen, 0.0, self._jump(device, sizes[:, 0]))
+        jump = np.where(is_seen, 0.0, taken_by_jumps(self._jumps, self._readings, device, sizes[:, 0]))
         # what reserved as much with no more samples does so again
         is_as_much = self._readings.seen(device, sizes) >= (1 - TOLERANCE) * held
         steady = np.where(is_as_much, 1.0, self._overheads.steady(device, sizes, accumulates=accumulates))
         bounds = [sure, least, held, adds, steady, most, flushed]
         told = np.stack([*bounds, surprise, least_part, trend_least, trend_most, goes_on, jump])
         return np.where((sizes[:, 0] == 0) & (device > 0), 0.0, told)
-
-    def _jump(self, device: int, shares: FloatArray) -> FloatArray:
-        """(N,) what such shares took at least beyond what was foretold, on a card as large; 0 where none jumped.
-
-        An algorithm, and the blocks that are free beside what it takes, depend on the share. So it was not the share
-        where either device ran with one as large. From the largest that ran to the one that ran out it may have begun
-        anywhere: in between such a part of it counts. Worked: 7 samples ran and 10 ran out, by 3 GiB at least, so for
-        9 count 2.
-        """
-        taken = np.zeros(len(shares))
-        for jump in self._jumps:
-            pair = (device, jump.device)
-            ran = self._readings.largest_share(pair)
-            if self._readings.is_as_large(*pair) and jump.share > ran:
-                begun = np.clip((shares - ran) / (jump.share - ran), 0.0, 1.0)
-                taken = np.maximum(taken, begun * jump.least_bytes)
-        return taken
 
     def _held(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the most reserved bytes without a margin, these after a cache flush, and the part no trial has shown."""
@@ -289,7 +265,7 @@ class MemoryModel:
         at_most, at_least, rest = self._readings.points(devices, accumulates)
         for device in devices:
             # what jumped did not grow to what it needed
-            jumped = {jump.share for jump in self._jumps if jump.device == device}
+            jumped = {jump.size[0] for jump in self._jumps if jump.device == device}
             ran_out = [size for size in self._readings.oom_sizes(device, accumulates) if size[0] not in jumped]
             sizes = np.array(ran_out, dtype=float).reshape(-1, 2)
             full = np.full(len(sizes), self.budget_bytes[device])
@@ -362,7 +338,9 @@ class MemoryModel:
             self.unforeseen_ooms += float(told.chance_below(self.budget_bytes)[0])
             left, is_sure = self.budget_bytes - told.foretold[0], told.most_after_cache_flush[0] <= self.budget_bytes
             taken = np.where(is_sure, left, 0.0)
-            self._jumps += [_Jump(i, split.shard_sizes[i], float(taken[i])) for i in trial.oom_devices if left[i] >= 0]
+            accumulates = split.accumulation_steps > 1
+            ran_out = [i for i in trial.oom_devices if left[i] >= 0]
+            self._jumps += [Jump(i, size_of(i, split), accumulates, float(taken[i])) for i in ran_out]
         enough, excess = self._beyond_foretold(held, split, has_run=has_run)
         self._num_surprises += excess > SLACK
         if not has_run:
@@ -371,6 +349,17 @@ class MemoryModel:
             self.margin = max(self.margin, min(enough, MOST_MARGIN))
         elif self._is_larger(held):
             self.margin = max(self.margin / FADING, min(self.margin, enough))
+
+    def _explain_jumps(self) -> None:
+        """What is foretold to need more than there is, by what ran since, did not jump: it tells of growth again."""
+        before = len(self._jumps)
+        self._jumps = [jump for jump in self._jumps if not self._is_foretold(jump)]
+        if len(self._jumps) < before:
+            self._fit()
+
+    def _is_foretold(self, jump: Jump) -> bool:
+        foretold, _, _ = self._held(jump.device, np.array([jump.size], dtype=float), jump.accumulates)
+        return bool(foretold[0] > (1 + SLACK) * self.budget_bytes[jump.device])
 
     def _beyond_foretold(self, held: FloatArray, split: BatchSplit, *, has_run: bool) -> tuple[float, float]:
         """By how much what devices `held`, (n,), exceeded what was foretold without a margin, where it did most.
