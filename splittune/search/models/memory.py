@@ -104,7 +104,7 @@ class MemoryModel:
                 self._readings.failures.append(trial)
             if self._readings.runs:
                 self._fit()
-            if trial.measurement.throughput is not None:
+            if trial.ran:
                 self._explain_jumps()
 
     @property
@@ -358,6 +358,7 @@ class MemoryModel:
             self._fit()
 
     def _is_foretold(self, jump: Jump) -> bool:
+        """Whether as much as is foretold is more than the device has; by `SLACK`, for so much readings are off."""
         foretold, _, _ = self._held(jump.device, np.array([jump.size], dtype=float), jump.accumulates)
         return bool(foretold[0] > (1 + SLACK) * self.budget_bytes[jump.device])
 

@@ -11,7 +11,7 @@ import numpy as np
 from splittune.hardware.base import DeviceMemory
 from splittune.profiling.measurement import Measurement
 from splittune.search.arrays import BoolArray, FloatArray
-from splittune.split import BatchSplit
+from splittune.search.models.memory_readings import size_of
 from splittune.units import MIB
 
 # Reserved beyond allocated, up to this says nothing of larger sizes; what goes beyond grows with
@@ -65,7 +65,7 @@ class AllocatorOverhead:
         """
         held = [
             [
-                (run.split.accumulation_steps > 1, _gathers(i, run.split), memory)
+                (run.split.accumulation_steps > 1, bool(_gathers(np.array(size_of(i, run.split)))), memory)
                 for run in runs
                 if run.split.shard_sizes[i] and (memory := run.memory[i]).peak_allocated_bytes
             ]
@@ -173,19 +173,19 @@ class Overheads:
 
     def steady(self, device: int, sizes: FloatArray, *, accumulates: bool) -> FloatArray:
         """(N,) the probability that it adds the most again, at `sizes`, (N, 2)."""
-        return self._by_kind(device, sizes, accumulates, lambda told: np.full(len(sizes), told.steady))
+        return self._by_kind(device, sizes, accumulates, lambda told: told.steady)
 
     def _by_kind(
-        self, device: int, sizes: FloatArray, accumulates: bool, of: Callable[[AllocatorOverhead], FloatArray]
+        self, device: int, sizes: FloatArray, accumulates: bool, of: Callable[[AllocatorOverhead], FloatArray | float]
     ) -> FloatArray:
-        """(N,) by whether the device gathers outputs of others: a share smaller than the micro-batch."""
+        """(N,) what trials tell that gather outputs of others where `sizes` do, and the others elsewhere."""
         alone, gathering = (of(self._told[device, accumulates, gathers]) for gathers in (False, True))
-        return np.where(sizes[:, 0] < sizes[:, 1], gathering, alone)
+        return np.where(_gathers(sizes), gathering, alone)
 
 
-def _gathers(device: int, split: BatchSplit) -> bool:
-    """Whether outputs of others come to the device: GPU 0 holds all that others computed."""
-    return device == 0 and split.gpu0_bsz < split.micro_batch_size
+def _gathers(sizes: FloatArray) -> BoolArray:
+    """(...) whether outputs of others come to a device at `sizes`, (..., 2): GPU 0 holds those of the micro-batch."""
+    return np.asarray(sizes[..., 0] < sizes[..., 1])
 
 
 def _beside_rest(live: int, rest: int, adds: int) -> Overhead:
