@@ -202,13 +202,15 @@ class MemoryModel:
 
     def _trend(self, device: int, sizes: FloatArray, accumulates: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(N,) the least and the most reserved bytes if peaks go on as they grew, and the probability that they do."""
-        trend = self._trends[device, accumulates]
-        if trend is None:
-            return np.zeros(len(sizes)), np.zeros(len(sizes)), np.zeros(len(sizes))
-        least, most = np.maximum(trend.between(sizes), self._readings.update_bytes(device, sizes))
-        least += self._overheads.least(device, sizes, least, accumulates=accumulates)
-        most += self._overheads.most(device, sizes, most, accumulates=accumulates)
-        return least, most, trend.chance(sizes)
+        told, has_share = np.zeros((3, len(sizes))), sizes[:, 0] > 0
+        for trend, chosen in zip(self._trends[device, accumulates], (has_share, ~has_share), strict=True):
+            if trend is not None and chosen.any():
+                asked = sizes[chosen]
+                least, most = np.maximum(trend.between(asked), self._readings.update_bytes(device, asked))
+                least += self._overheads.least(device, asked, least, accumulates=accumulates)
+                most += self._overheads.most(device, asked, most, accumulates=accumulates)
+                told[:, chosen] = least, most, trend.chance(asked)
+        return told[0], told[1], told[2]
 
     # --- fitting ---------------------------------------------------------------------------------
 
@@ -241,19 +243,28 @@ class MemoryModel:
         self._least_parts = {of: self._least_part(*of) for of in product(range(self._n), (False, True), (False, True))}
 
     def _fit_trends(self) -> None:
-        """A line through the largest peaks of each device, or of those alike, for each kind of step."""
+        """Lines through the largest peaks of each device, or of those alike, with a share and without.
+
+        On GPU 0 outputs peak in a phase of their own: peaks without a share tell of it alone, where they are of two
+        sizes or more.
+        """
         readings = self._readings
-        self._trends: dict[tuple[int, bool], Trend | None] = {}
-        for group in [(0,), *readings.same_memory_groups()]:
-            for kind in (False, True):
-                replicas = readings.of_kind(range(1, self._n), kind)
-                own, kept_bytes = readings.of_kind(group, kind), readings.untold_bytes(group)
-                trend = Trend.through(own, replicas, readings.gradient_bytes(range(self._n)), kept_bytes)
-                self._trends |= {(device, kind): trend for device in group}
-        for device, kind in self._trends:
+        self._trends: dict[tuple[int, bool], tuple[Trend | None, Trend | None]] = {}
+        for group, kind in product([(0,), *readings.same_memory_groups()], (False, True)):
+            replicas, own = readings.of_kind(range(1, self._n), kind), readings.of_kind(group, kind)
+            beside = replicas, readings.gradient_bytes(range(self._n)), readings.untold_bytes(group)
+            of_all = Trend.through(own, *beside)
+            outputs = [one for one in own if one.size[0] == 0]
+            tells = len({one.size for one in outputs}) > 1
+            without = Trend.through(outputs, *beside) if tells else of_all
+            self._trends |= {(device, kind): (of_all, without) for device in group}
+        for (device, kind), lines in self._trends.items():
             ran_out = np.array(readings.oom_sizes(device, kind), dtype=float).reshape(-1, 2)
-            if (self._trend(device, ran_out, kind)[1] <= self.budget_bytes[device]).any():
-                self._trends[device, kind] = None  # it did not go on
+            ended = self._trend(device, ran_out, kind)[1] <= self.budget_bytes[device]
+            # these did not go on
+            wrong = [lines[int(share == 0)] for share, _ in ran_out[ended]]
+            with_share, without = (None if any(line is one for one in wrong) else line for line in lines)
+            self._trends[device, kind] = with_share, without
 
     def _fit_group(
         self, devices: tuple[int, ...], accumulates: bool, slopes: tuple[Slopes, Slopes], most_rest: float

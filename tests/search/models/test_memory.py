@@ -16,6 +16,7 @@ from splittune.search.models.memory import MOST_MARGIN
 from splittune.search.models.memory_readings import REPEATABILITY
 from splittune.split import BatchSplit
 from tests.search.models.predictions import B, interval, truth_of
+from tests.search.models.readings import memory, ran
 from tests.search.problem import MIB, card_memory, even, job, rows, split, trial, trials
 
 
@@ -320,3 +321,25 @@ def test_what_ran_out_with_a_share_tells_nothing_of_none() -> None:
     before, after = (interval(MemoryModel(told, 2), *asked).least_part[:, 0] for told in ([ran], [ran, failed]))
     assert after[0] == before[0] == before[1]
     assert after[1] > 2 * before[1]
+
+
+def test_outputs_alone_go_on_as_they_grew_alone() -> None:
+    """GPU 0 holds 300 MiB at rest, and at the end of a forward 150 more for a sample and 20 for an output, of which the
+    backward keeps a half beside gradients: without a sample that is its peak, 430 MiB and 10 for an output.
+
+    So of 11 outputs it is 540; samples tell of no such phase, and with them it goes on as it did: 820 with 2 of 11.
+    """
+
+    def one(steps: int, share: int, others: int) -> JudgedTrial:
+        size = share + others
+        forward = 300 + 150 * share + 20 * size
+        gpu0 = memory(0, max(forward, 430 + 10 * size), resting_bytes=300, before_backward_bytes=forward)
+        replica = memory(1, 200 + 150 * others, resting_bytes=200, before_backward_bytes=200 + 150 * others)
+        return JudgedTrial.of(ran(split(B, steps, share, others), gpu0, replica), (0, 0))
+
+    tried = [one(16, 1, 3), one(8, 1, 7), one(8, 2, 6), one(16, 0, 4), one(8, 0, 8)]
+    told = interval(MemoryModel(tried, 2), split(B, 6, 0, 11), split(B, 6, 2, 9))
+    for row, peak in enumerate((540, 820)):
+        assert told.trend_least[row, 0] < peak * MIB < told.trend_most[row, 0]
+        assert told.trend_most[row, 0] < 1.05 * told.trend_least[row, 0]
+    assert told.chance_below(np.array([560, 2000]) * MIB)[0] > 0.5
