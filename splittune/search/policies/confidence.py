@@ -61,10 +61,6 @@ class UpperConfidenceBound:
     """The optimism about what may run out of memory, before `min_trials` ran. A choice: of 79 searches with an OOM or
     over 3 % behind as many ended behind with 1 as with 1.65, after 60 OOMs for 68; with 0.5 after 53, and one by 81 %.
     Larger: more risks are taken."""
-    least_chance: float = 0.2
-    """What runs keeps its headroom with no smaller chance: of 110 peaks that the model gave none seven kept within the
-    limit, and where it likely runs, to find out costs a trial and hardly an OOM. A choice.
-    Larger: more trials that lack headroom; smaller: larger gains missed."""
     min_trials: int = 7
     """A choice: of the 28 of 6,000 searches that ended over 2 % behind 17 had had six or fewer. With 7 for 6 of 480
     others 3 for 2 end over 1 % behind. Larger: more trials where models fitted at once, 0.4 for one more."""
@@ -80,7 +76,6 @@ class UpperConfidenceBound:
         if state.memory.knows_rest:
             # that the models were wrong is a reason to measure what surely fits or runs, and none to risk an OOM
             gain = np.where(scores.cannot_oom, bound, scores.expected_improvement())
-            fits = np.maximum(fits, self.least_chance * scores.runs)
             price = self.oom_price * (1 + (state.memory.unforeseen_ooms / self.doubling_ooms) ** 2)
         worth = self._worth(state, scores, fits * gain, price)
         if state.doubt > SIGNIFICANT:

@@ -277,18 +277,26 @@ def test_after_few_trials_what_likely_fits_is_tried_for_what_it_tells() -> None:
     assert problem.fits(proposal.split)
 
 
-def test_what_is_foretold_to_be_slower_is_no_early_risk() -> None:
-    """A second sample on GPU 0 is foretold to lose 3 %, give or take 18 %, and to keep too little headroom: by 1.65
-    deviations worth a risk, by one not. It runs out of memory."""
+def test_what_is_foretold_to_be_slower_is_an_early_risk_only_where_it_likely_fits() -> None:
+    """A second sample on GPU 0 is foretold to lose 3 %, give or take 18 %. It runs out of memory.
+
+    Where three tenths of the headroom are demanded it keeps that with a chance of 57 %: worth a risk by a deviation,
+    and not by a quarter of one. Where all of it is, it is none.
+    """
     problem = physics.draw(1_030_116)
-    demands = problem.min_headroom_bytes
     tried = [split(90, *one) for one in ((23, 1, 1, 1, 1), (30, 0, 1, 1, 1), (30, 1, 1, 1, 0))]
-    state = Proposer(problem.space(), demands).state([JudgedTrial.of(problem.measure(one), demands) for one in tried])
-    risk = UpperConfidenceBound(risk_deviations=1.65).propose(state)
-    assert risk is not None
-    assert (risk.kind, risk.split.shard_sizes) == ("risky", (2, 1, 1, 1))
-    assert problem.measure(risk.split).outcome is Outcome.OUT_OF_MEMORY
-    assert UpperConfidenceBound().propose(state) is None
+    for part in (0.3, 1.0):
+        demands = tuple(int(part * least) for least in problem.min_headroom_bytes)
+        ran = [JudgedTrial.of(problem.measure(one), demands) for one in tried]
+        state = Proposer(problem.space(), demands).state(ran)
+        risk = UpperConfidenceBound().propose(state)
+        assert UpperConfidenceBound(risk_deviations=0.25).propose(state) is None
+        if part < 1:
+            assert risk is not None
+            assert (risk.kind, risk.split.shard_sizes) == ("risky", (2, 1, 1, 1))
+            assert problem.measure(risk.split).outcome is Outcome.OUT_OF_MEMORY
+        else:
+            assert risk is None
 
 
 def test_six_trials_are_too_few_to_trust_models_that_foretell_nothing_better() -> None:
@@ -314,29 +322,6 @@ def test_a_gain_is_weighed_with_what_an_oom_costs() -> None:
     proposal = propose(state, POLICIES)
     assert proposal is not None
     assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (1, 2, 2))
-
-
-@pytest.mark.parametrize(
-    ("total", "chances"),
-    [
-        (1028, "runs with a chance of 100%, keeps its headroom with one of 20%"),
-        (1001, "runs with a chance of 99%, keeps its headroom with one of 20%"),
-    ],
-)
-def test_a_large_gain_is_worth_a_trial_that_hardly_runs_out_of_memory(total: int, chances: str) -> None:
-    """A third faster by prediction, and by all that is known it lacks headroom: a trial tells, and costs no OOM."""
-    memories = [card_memory(is_first=True, stays=0.9, sample=600, output=50, total=total)]
-    problem = job([*memories, card_memory(stays=0.9, sample=600, total=2121)], B=8)
-    demands = tuple(memory.total_bytes // 20 for memory in trial(problem, even(8, 4, 2)).measurement.memory)
-    proposer = Proposer(problem.space(), demands)
-    tried = [split(8, 4, 1, 1), split(8, 8, 1, 0), split(8, 4, 0, 2), split(8, 3, 1, 2), split(8, 3, 0, 3)]
-    state = proposer.state([trial(problem, one, demands) for one in tried])
-    assert UpperConfidenceBound(least_chance=0.0).propose(state) is None
-    proposal = propose(state, POLICIES)
-    assert proposal is not None
-    assert (proposal.kind, proposal.split.shard_sizes) == ("risky", (1, 3))
-    assert chances in proposal.reason
-    assert problem.runs(proposal.split)
 
 
 def test_a_smaller_risk_comes_before_a_larger_one() -> None:
