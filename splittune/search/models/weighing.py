@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -25,9 +26,10 @@ MIXING_NOISE = 0.03
 # Degrees of freedom of Student's distribution, by which residuals are weighed. A choice: where all hypotheses are off
 # by more than `MIXING_NOISE`, they are compared by how much more. Larger: then the least wrong one is believed alone.
 FREEDOM = 4.0
-# The host's seconds for each device are tried at these parts of the most that the trials allow. A
-# choice, denser near the most: there the host decides most steps.
-HOST_PARTS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
+# The host's seconds for each device are tried at these parts of the most that the trials allow, and then at such parts
+# more and less than what fits best so far. A choice: to a fortieth, for where devices begin to wait decides the split.
+HOST_PARTS = (0.2, 0.4, 0.6, 0.8, 1.0)
+HOST_NEARER = (0.1, 0.05, 0.025)
 
 
 def sizes_of_tiles(most: float) -> list[int]:
@@ -90,13 +92,16 @@ def _with_costs(trials: StepTrials, plain: Hypothesis, slowest_s: FloatArray, wi
     best, error = at(0.0)
     if not trials.tells_busy or error <= len(trials.runs) * trials.noise**2:
         return best
-    least, clearly_longer_s = BELIEVED * error, (1 + TOLERANCE + SIGNIFICANT * trials.noise) * slowest_s
+    most_host_s = plain.most_host_s_per_device
+    clearly_longer_s = (1 + TOLERANCE + SIGNIFICANT * trials.noise) * slowest_s
     clearly_longer_s[0] *= 1 + MOST_COLD  # it was the first
-    for part in HOST_PARTS:
-        host_s = part * plain.most_host_s_per_device
-        if not (host_s * trials.counts.active_devices > clearly_longer_s).any():  # that one waited may be noise
-            continue
-        tried, error = at(host_s)
-        if error < least:
-            best, least = tried, error
-    return best
+
+    def tried(host_s: float) -> tuple[Hypothesis, float]:
+        waited = host_s * trials.counts.active_devices > clearly_longer_s
+        return at(host_s) if waited.any() else (plain, np.inf)  # that one waited may be noise
+
+    found = min((tried(part * most_host_s) for part in HOST_PARTS), key=itemgetter(1), default=(plain, np.inf))
+    for step in HOST_NEARER if np.isfinite(found[1]) else ():
+        near = (found[0].host_s_per_device + sign * step * most_host_s for sign in (-1, 1))
+        found = min(found, *(tried(host_s) for host_s in near if host_s <= most_host_s), key=itemgetter(1))
+    return found[0] if found[1] < BELIEVED * error else best

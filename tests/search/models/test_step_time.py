@@ -262,6 +262,18 @@ def test_a_single_trial_that_waits_by_far_tells_of_the_host() -> None:
     assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.03)
 
 
+@pytest.mark.parametrize("replica_s", [0.012, 0.02, 0.027, 0.035, 0.05])
+def test_what_a_host_takes_for_each_device_is_found_beside_what_it_takes_for_all(replica_s: float) -> None:
+    """A micro-step costs the host 107 ms, and a device some more while which it may work: few samples on both wait."""
+    times = [CardTime(launch_s=0.001, sample_s=0.0012), CardTime(launch_s=0.001, sample_s=0.0007)]
+    problem = job(2, B=1062, replica_s=replica_s, times=times, micro_step_s=0.107, update_s=0.15)
+    small = [split(1062, 531, 1, 1), split(1062, 118, 4, 5), split(1062, 40, 13, 14), split(1062, 15, 35, 36)]
+    large = [split(1062, 20, 0, 54), split(1062, 29, 37, 0), split(1062, 7, 0, 152), split(1062, 5, 60, 153)]
+    model = model_of(problem, [*small, *large])
+    wanted = [split(1062, 6, 37, 140), split(1062, 10, 36, 71), split(1062, 4, 100, 166)]
+    assert predicted(model, *wanted) == pytest.approx(truth(problem, *wanted), rel=0.01)
+
+
 @pytest.mark.parametrize("seed", [0, 11, 31])
 def test_a_trial_that_took_a_little_longer_does_not_tell_of_the_host(seed: int) -> None:
     """A sample on one card, on two and on three, with noise of 2 %: where three took some percent longer the host was
