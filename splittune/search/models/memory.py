@@ -260,11 +260,10 @@ class MemoryModel:
             self._trends |= {(device, kind): (of_all, without) for device in group}
         for (device, kind), lines in self._trends.items():
             ran_out = np.array(readings.oom_sizes(device, kind), dtype=float).reshape(-1, 2)
-            ended = self._trend(device, ran_out, kind)[1] <= self.budget_bytes[device]
-            # these did not go on
-            wrong = [lines[int(share == 0)] for share, _ in ran_out[ended]]
-            with_share, without = (None if any(line is one for one in wrong) else line for line in lines)
-            self._trends[device, kind] = with_share, without
+            is_wrong = self._trend(device, ran_out, kind)[1] <= self.budget_bytes[device]
+            ended = [lines[int(share == 0)] for share, _ in ran_out[is_wrong]]  # these lines did not go on
+            of_all, without = (None if any(line is one for one in ended) else line for line in lines)
+            self._trends[device, kind] = of_all, without
 
     def _fit_group(
         self, devices: tuple[int, ...], accumulates: bool, slopes: tuple[Slopes, Slopes], most_rest: float

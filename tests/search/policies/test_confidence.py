@@ -10,6 +10,7 @@ from splittune.profiling.measurement import Outcome
 from splittune.search.candidates import acquisition
 from splittune.search.choices import SIGNIFICANT
 from splittune.search.judged_trials import JudgedTrial
+from splittune.search.policies.base import SearchState
 from splittune.search.policies.confidence import UpperConfidenceBound
 from splittune.search.policies.proposer import POLICIES, Proposer, propose
 from tests.search.jobs import AFFINE
@@ -285,18 +286,19 @@ def test_what_is_foretold_to_be_slower_is_an_early_risk_only_where_it_likely_fit
     """
     problem = physics.draw(1_030_116)
     tried = [split(90, *one) for one in ((23, 1, 1, 1, 1), (30, 0, 1, 1, 1), (30, 1, 1, 1, 0))]
-    for part in (0.3, 1.0):
+
+    def state_of(part: float) -> SearchState:
         demands = tuple(int(part * least) for least in problem.min_headroom_bytes)
         ran = [JudgedTrial.of(problem.measure(one), demands) for one in tried]
-        state = Proposer(problem.space(), demands).state(ran)
-        risk = UpperConfidenceBound().propose(state)
-        assert UpperConfidenceBound(risk_deviations=0.25).propose(state) is None
-        if part < 1:
-            assert risk is not None
-            assert (risk.kind, risk.split.shard_sizes) == ("risky", (2, 1, 1, 1))
-            assert problem.measure(risk.split).outcome is Outcome.OUT_OF_MEMORY
-        else:
-            assert risk is None
+        return Proposer(problem.space(), demands).state(ran)
+
+    lenient = state_of(0.3)
+    risk = UpperConfidenceBound().propose(lenient)
+    assert risk is not None
+    assert (risk.kind, risk.split.shard_sizes) == ("risky", (2, 1, 1, 1))
+    assert problem.measure(risk.split).outcome is Outcome.OUT_OF_MEMORY
+    assert UpperConfidenceBound(risk_deviations=0.25).propose(lenient) is None
+    assert UpperConfidenceBound().propose(state_of(1.0)) is None
 
 
 def test_six_trials_are_too_few_to_trust_models_that_foretell_nothing_better() -> None:
